@@ -94,7 +94,10 @@ def launch_decode(call: DecodeCall) -> None:
         results = call.quant if call.is_quantized else (call.out[None],)
         if not call.is_quantized and call.out.element_size() == 4:
             key = select.of_decode(call, out_fp32=True)
-    key = select.decode_variant(key, call.is_quantized and not is_combined, call.is_raw)
+    grid = grid_size(ctas, key.ctas_per_work_tile)
+    work_tiles = call.rows * schedule.head_groups(call.q.shape[2]) * splits
+    is_dealt = schedule.is_dealt(work_tiles, grid // key.ctas_per_work_tile, call.max_tiles, splits, split_tiles)
+    key = select.decode_variant(key, call.is_quantized and not is_combined, call.is_raw, is_dealt)
     sink = 0 if is_combined or call.attn_sink is None else call.attn_sink.data_ptr()
     cache1, list1, *len1 = _extra_list(call)
     launch_key(
@@ -115,7 +118,7 @@ def launch_decode(call: DecodeCall) -> None:
         *(() if call.q_squares is None else (call.q_norm_eps,)),
         splits,
         split_tiles,
-        grid_size(ctas, key.ctas_per_work_tile),
+        grid,
     )
     if is_combined and call.is_quantized:
         combine.launch_quantized(out, lse, call.attn_sink, call.quant, call.lse)

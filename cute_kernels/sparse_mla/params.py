@@ -20,13 +20,16 @@ from cute_kernels.dsl import ptx
 from cute_kernels.dsl.paging import Batch, visible_entries
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
-from cute_kernels.sparse_mla.schedule import TILE
+from cute_kernels.sparse_mla.schedule import MOST_DEALT, TILE
 
 EXTRA = ("none", "listed", "dense")
 """How the extra list names its rows: there is none; by slot; by page (a block table)."""
 
 MOST_COLUMNS = 2**31 - 2 * TILE
 """Of a list: the columns of a step that goes beyond the last one are still int32 numbers."""
+
+FIRST_DEALT = -MOST_DEALT - 1
+"""Numbers of dealt work tiles are negative, and so is where they end."""
 
 
 class TileScheduler(NamedTuple):
@@ -35,8 +38,10 @@ class TileScheduler(NamedTuple):
 
     head_groups, splits, tokens   divisors by the numbers of those
     split_tiles                   KV tiles of a split, or 0: a row's tiles are divided evenly
-    order                         where a CTA's numbers say which of its work tiles comes next: address in shared memory
-                                  of their numbers in the call, or 0 if they are that; None: they always are
+    dealt                         None, or address in shared memory of int32 [1 + MOST_DEALT]: 0 if work is not dealt.
+                                  Else numbers are places in it, counted from FIRST_DEALT, of numbers in the call, and
+                                  its first word is where these places end. Nothing of that is kept in registers: roles
+                                  have few, and the other fields are arguments of the launch or what the GPU knows
     """
 
     first: Any
@@ -46,7 +51,7 @@ class TileScheduler(NamedTuple):
     splits: Any
     tokens: Any
     split_tiles: Any
-    order: Any = None
+    dealt: Any = None
 
     @classmethod
     def of(cls, q: cute.Tensor, heads: int, splits: Any, split_tiles: Any, ctas: Any) -> TileScheduler:
@@ -58,23 +63,44 @@ class TileScheduler(NamedTuple):
 
     def coords(self, work_tile: Any) -> tuple[Any, Any, Any, Any]:
         """(batch, token, split_idx, head group) of a work tile."""
-        rest, head_group = divmod(self.ordered(work_tile), self.head_groups)
+        rest, head_group = divmod(self.number(work_tile), self.head_groups)
         row, split_idx = divmod(rest, self.splits)
         batch, token = divmod(row, self.tokens)
         return batch, token, split_idx, head_group
 
     def row(self, work_tile: Any) -> tuple[Any, Any]:
         """(number of the query row, batch * tokens + token, head group) of a work tile."""
-        rest, head_group = divmod(self.ordered(work_tile), self.head_groups)
+        rest, head_group = divmod(self.number(work_tile), self.head_groups)
         row, _ = divmod(rest, self.splits)
         return row, head_group
 
+    def has(self, work_tile: Any) -> Any:
+        """Whether there is one of that number."""
+        end = self.end
+        if self.dealt is not None:
+            end = cutlass.select_(work_tile < 0, ptx.load_shared_s32(self.dealt), end)
+        return work_tile < end
+
+    def after(self, work_tile: Any) -> Any:
+        """The number that comes next."""
+        step = self.step
+        if self.dealt is not None:
+            step = cutlass.select_(work_tile < 0, Int32(1), step)
+        return work_tile + step
+
+    def begin(self) -> Any:
+        """The first number."""
+        first = self.first
+        if self.dealt is not None:
+            first = cutlass.select_(ptx.load_shared_s32(self.dealt) < 0, Int32(FIRST_DEALT), first)
+        return first
+
     @cute.jit
-    def ordered(self, work_tile: Any) -> Any:
+    def number(self, work_tile: Any) -> Any:
         """The number in the call of a work tile."""
-        if const_expr(self.order is not None):  # noqa: SIM102
-            if self.order != 0:
-                work_tile = ptx.load_shared_s32(self.order + work_tile * 4)
+        if const_expr(self.dealt is not None):  # noqa: SIM102
+            if work_tile < 0:
+                work_tile = ptx.load_shared_s32(self.dealt + (work_tile - FIRST_DEALT + 1) * 4)
         return work_tile
 
     @cute.jit

@@ -169,15 +169,15 @@ class QuantOutput(NamedTuple):
             pair = ptx.bf16x2(total[i] * factor, total[i + 1] * factor)
             total[i], total[i + 1] = convert.bf16_low(pair), convert.bf16_high(pair)
 
-    @cute.jit
-    def turn(self, total: cute.Tensor, angles: Any, half: cutlass.Constexpr, side: Any, lane: Any) -> None:
-        """Turn the rotary columns of one of the thread's rows back; the second side has them."""
-        if side == 1:
-            for block in range_constexpr(ROPE // 8, SIDE // 8):
-                number = (block - ROPE // 8) * 4 + (lane & 3)
-                cos, sin = (cute.arch.shuffle_sync(angle, number).bitcast(Float32) for angle in angles)
-                i = 4 * block + 2 * half
-                total[i], total[i + 1] = rotate_pair_back(total[i], total[i + 1], cos, sin)
+    def turn(self, total: cute.Tensor, angles: Any, half: int, side: Any, lane: Any) -> None:
+        """Turn the rotary columns of one of the thread's rows back; the second side has them. The first side does the
+        same and keeps what it had: behind a branch the old and the new columns would need registers at once."""
+        for block in range(ROPE // 8, SIDE // 8):
+            number = (block - ROPE // 8) * 4 + (lane & 3)
+            cos, sin = (cute.arch.shuffle_sync(angle, number).bitcast(Float32) for angle in angles)
+            i = 4 * block + 2 * half
+            for j, turned in enumerate(rotate_pair_back(total[i], total[i + 1], cos, sin)):
+                total[i + j] = cutlass.select_(side == 1, turned, total[i + j])
 
     @cute.jit
     def scale_of(self, total: cute.Tensor, half: cutlass.Constexpr, chunk: cutlass.Constexpr) -> Any:

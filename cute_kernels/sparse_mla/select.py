@@ -136,9 +136,12 @@ def own_decode_kernels(arch: str, heads: int) -> tuple[str, ...]:
 
 
 @cache
-def decode_variant(key: DecodeKernelKey, quantized: bool, raw: bool) -> DecodeKernelKey:
-    """The kernel that stores codes in place of bf16 results (quantized), or norms and rotates its queries (raw)."""
+def decode_variant(key: DecodeKernelKey, quantized: bool, raw: bool, dealt: bool = False) -> DecodeKernelKey:
+    """The kernel that stores codes in place of bf16 results (quantized), norms and rotates its queries (raw), or deals
+    its work tiles (dealt, if it is one that can)."""
     changes: dict[str, Any] = {name: True for name, value in (("quantized", quantized), ("raw", raw)) if value}
+    if dealt and isinstance(key, DecodeKey) and key.second != "none":  # rows of one list, a window, are short
+        changes["dealt"] = True
     return replace(key, **changes) if changes else key
 
 
@@ -199,6 +202,7 @@ def decode_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
             variants += [(True, False, True), (False, True, True)]
         for (fp32, *variant), extra, few in itertools.product(variants, extras, (False, True)):
             keys[decode_variant(decode_key(arch, heads, extra, fp32, fmt, fmt, few), *variant)] = None
+        keys |= dict.fromkeys(decode_variant(key, False, False, dealt=True) for key in tuple(keys))
     return [*keys, *combine.deployment_keys(config, tp, arch)]
 
 

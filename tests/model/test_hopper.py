@@ -26,8 +26,8 @@ from tests.model.problems import Decode, on_host, put
 from tests.model.ptx import Program, parse
 from tests.model.trace import Trace
 
-DECODE, PREFILL = DecodeKey("sm_90a", 64, "listed", False), PrefillKey("sm_90a")
-SPLIT_DECODE = DecodeKey("sm_90a", 64, "listed", True)
+DECODE, PREFILL = DecodeKey("sm_90a", 64, "listed", dealt=True), PrefillKey("sm_90a")
+SPLIT_DECODE = DecodeKey("sm_90a", 64, "listed", True, dealt=True)
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
@@ -41,12 +41,11 @@ def program(key: DecodeKey | PrefillKey) -> Program:
     return parse(text(key))
 
 
-def decode_call(lengths: list[int], extra: list[int], width: int = 100) -> decode_cases.Call:
-    """Rows of two lists of slots, a tenth of them bad, in pages of 7 and 5 rows. width: columns of the second one; with
-    2000 of them, work is dealt by length."""
+def decode_call(lengths: list[int], extra: list[int]) -> decode_cases.Call:
+    """Rows of two lists of slots, a tenth of them bad, in pages of 7 and 5 rows."""
     many: dict[str, Any] = {"rows": 7, "second": "listed", "extra_rows": 5, "lengths": "bs", "seed": 1}
     with on_host():
-        call = decode_cases.make(b=len(lengths), heads=64, topk=128, extra_topk=width, **many)
+        call = decode_cases.make(b=len(lengths), heads=64, topk=128, extra_topk=100, **many)
         call.length, call.extra_length = (torch.tensor(each).int()[:, None] for each in (lengths, extra))
         decode_cases.fill(call)
     return call
@@ -55,7 +54,7 @@ def decode_call(lengths: list[int], extra: list[int], width: int = 100) -> decod
 @functools.cache
 def decode_trace() -> Trace:
     """Of a pair of blocks that has all rows: a row of four tiles, one without keys, and another one. In any order."""
-    decode = Decode(decode_call([128, 0, INT_MAX], [100, -1, 99], 2000), 64)
+    decode = Decode(decode_call([128, 0, INT_MAX], [100, -1, 99]), 64)
     records, make = orders.recorder(program(DECODE))
     decode.run(program(DECODE), DECODE.smem_bytes, pairs=1, seed=1, events=make)
     decode.check()
@@ -82,7 +81,7 @@ def test_decode_by_two_pairs(laziness: float) -> None:
 def test_decode_deals_work_by_length() -> None:
     """Twelve splits of four rows to four pairs of blocks, longest first, without those behind a row's end: the bits of
     pairs that have one each, and there, where nobody deals, empty ones are stored."""
-    dealt, apart = (Decode(decode_call([128, 0, 1, 64], [100, -1, 0, 65], 2000), 64, True, 12, 3) for _ in range(2))
+    dealt, apart = (Decode(decode_call([128, 0, 1, 64], [100, -1, 0, 65]), 64, True, 12, 3) for _ in range(2))
     dealt.run(program(SPLIT_DECODE), SPLIT_DECODE.smem_bytes, pairs=4, seed=3)
     apart.run(program(SPLIT_DECODE), SPLIT_DECODE.smem_bytes, pairs=48, seed=3)
     (out, lse), (want, want_lse) = dealt.results(), apart.results()
@@ -94,14 +93,14 @@ def test_decode_deals_work_by_length() -> None:
 
 
 def test_decode_deals_nothing_where_all_are_as_long() -> None:
-    decode = Decode(decode_call([1, 2, 3], [0, 0, 0], 2000), 64)
+    decode = Decode(decode_call([1, 2, 3], [0, 0, 0]), 64)
     decode.run(program(DECODE), DECODE.smem_bytes, pairs=2, seed=5)
     decode.check()
 
 
 def test_decode_gives_nothing_beside_a_long_row() -> None:
     """Three rows and two pairs of blocks: the pair with the row of four tiles has no other."""
-    decode = Decode(decode_call([0, 128, 1], [0, 100, -1], 2000), 64)
+    decode = Decode(decode_call([0, 128, 1], [0, 100, -1]), 64)
     decode.run(program(DECODE), DECODE.smem_bytes, pairs=2, seed=4)
     decode.check()
 

@@ -103,3 +103,25 @@ def test_workspace_size():
     assert schedule.workspace_bytes(10**6, 64, 10, 0, 0, SMS) == 2 * SMS * 64 * part
     assert schedule.workspace_bytes(10**6, 64, 1, 0, 0, SMS) == 0
     assert schedule.workspace_bytes(1, 64, 10, 0, 0, SMS) == 10 * 64 * part
+
+
+@pytest.mark.parametrize(
+    ("work_tiles", "clusters", "tiles", "splits", "split_tiles", "is_dealt"),
+    [
+        (192, 66, 22, 1, 0, True),  # three rounds of 22 tiles
+        (192, 66, 21, 1, 0, False),  # 63 tiles
+        (66, 66, 1000, 1, 0, False),  # one round
+        (67, 66, 32, 1, 0, True),
+        (384, 66, 11, 1, 0, True),
+        (385, 66, 1000, 1, 0, False),  # more than can be compared
+        (15, 1, 100, 1, 0, True),
+        (16, 1, 100, 1, 0, False),  # more rounds than there is room for
+        (192, 66, 43, 2, 0, True),  # half of 43 is 22
+        (192, 66, 42, 2, 0, False),
+        (192, 66, 100, 5, 22, True),
+        (192, 66, 100, 5, 21, False),
+        (192, 66, 21, 1, 22, False),  # a row has no more than that
+    ],
+)
+def test_what_is_dealt(work_tiles, clusters, tiles, splits, split_tiles, is_dealt):
+    assert schedule.is_dealt(work_tiles, clusters, tiles, splits, split_tiles) == is_dealt

@@ -4,8 +4,8 @@
 A cluster of two CTAs takes work tiles (params.TileScheduler): a split of a query row's KV, a head group. CTA r of it
 has columns 256 r ... 256 r + 255 of Q, K, V and O, so nothing is loaded, converted or multiplied twice; K and V are the
 same matrix, the dequantized rows. S = Q K^T needs both: the CTAs send each other their part of S, each does the softmax
-of half of the heads, and they send each other those rows of P. Before warps take their roles, all threads of a CTA run
-planner.py, which decides on the cluster's work tiles where rows are of unequal length. Warpgroups of a CTA:
+of half of the heads, and they send each other those rows of P. Where rows may be of unequal length (DecodeKey.dealt),
+all threads of a CTA first run planner.py, which decides on the cluster's work tiles. Warpgroups of a CTA:
 
     0, 1   QK and softmax, ping-pong    copy Q, S = Q K^T, exchange of S, softmax, exchange of P      QkSoftmax
     2      PV and epilogue              O += P V, out                                                 PvEpilogue
@@ -49,7 +49,7 @@ from cute_kernels.dsl.tensor import length
 from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.kv_cache.query_norm import inverse_rms
-from cute_kernels.sparse_mla.hopper.planner import MOST_ROUNDS, THREADS, Planner
+from cute_kernels.sparse_mla.hopper.planner import THREADS, Planner
 from cute_kernels.sparse_mla.kernel_args import DecodeArgs, DecodeKernelKey, fake_decode
 from cute_kernels.sparse_mla.params import (
     NEG_MAX,
@@ -61,7 +61,7 @@ from cute_kernels.sparse_mla.params import (
     TileScheduler,
     out_scale_of,
 )
-from cute_kernels.sparse_mla.schedule import TILE
+from cute_kernels.sparse_mla.schedule import MOST_DEALT, TILE
 
 # ---- config
 
@@ -140,7 +140,6 @@ P_BYTES = ROWS // 2 * KEYS * 2
 WORDS_BYTES = 128 * 16
 """Four words of each thread of a warpgroup."""
 
-
 BARRIERS = 2 * (FP8_STAGES + KV_STAGES + P_STAGES) + PING_PONG + 1 + 4 + 4 + 4
 
 
@@ -161,7 +160,7 @@ class Smem(NamedTuple):
     target       [2 stages] targets
     row_max      [4 warps][8 heads] running maxima
     row_sum      [128 threads] running sums
-    order        [16] the cluster's work tiles, see Planner
+    dealt        [16] the cluster's work tiles, see TileScheduler
     """
 
     q: Any = ROWS * DIM * 2
@@ -176,7 +175,7 @@ class Smem(NamedTuple):
     target: Any = P_STAGES * TARGET
     row_max: Any = ROWS // 2 * 4
     row_sum: Any = 128 * 4
-    order: Any = MOST_ROUNDS * 4
+    dealt: Any = (1 + MOST_DEALT) * 4
 
 
 def smem_parts() -> dict[str, int]:
@@ -269,8 +268,8 @@ class Producer:
     @cute.jit
     def run(self) -> None:
         """Fill the FP8 ring."""
-        self.copy_lengths_async(self.scheduler.first)
-        self.enter(self.scheduler.first, Int32(0))
+        self.copy_lengths_async(self.scheduler.begin())
+        self.enter(self.scheduler.begin(), Int32(0))
         index = self.load_index()
         number, ends = Int32(0), Int32(0)
         while ends < PING_PONG:
@@ -280,11 +279,11 @@ class Producer:
             odd = Int32(ODD) if first < 0 else Int32(0)
             flags = odd | (Int32(FIRST) if tile == first & 0x7FFFFFFF else Int32(0))
             flags = flags | (Int32(LAST) if tile == end - 1 else Int32(0))
-            if work_tile >= self.scheduler.end:
+            if end == NEVER:
                 flags = Int32(END)
                 ends = ends + 1
             if tile == end - 1:
-                self.enter(work_tile + self.scheduler.step, odd ^ ODD)
+                self.enter(self.scheduler.after(work_tile), odd ^ ODD)
             else:
                 cute.arch.sync_warp()
                 ptx.store_shared_s32(self.cursor, tile + 1)
@@ -301,7 +300,7 @@ class Producer:
         scheduler, sources = self.scheduler, self.sources
         tile, end, tiles0, live0, live1, heads = (Int32(number) for number in (0, NEVER, 0, 0, 0, 0))
         row0, row1, queries = self.q.base, self.q.base, self.q.base
-        if work_tile < scheduler.end:
+        if scheduler.has(work_tile):
             batch, token, split_idx, head_group = scheduler.coords(work_tile)
             first = head_group * self.config.heads
             queries = self.q.at(batch, token, first) + self.rank * (DIM * 2)
@@ -330,7 +329,7 @@ class Producer:
         ptx.store_shared_128(self.cursor + 32, (*ptx.halves(row0), *ptx.halves(row1)))
         ptx.store_shared_128(self.cursor + 48, (heads, Int32(0), *ptx.halves(queries)))
         cute.arch.sync_warp()
-        self.copy_lengths_async(work_tile + scheduler.step)
+        self.copy_lengths_async(scheduler.after(work_tile))
 
     @cute.jit
     def prefetch_queries(self, queries: Any, heads: Any) -> None:
@@ -342,7 +341,7 @@ class Producer:
     def copy_lengths_async(self, work_tile: Any) -> None:
         """Start to copy how many columns a work tile has; L2 has the first of them by the time they are wanted."""
         scheduler, sources = self.scheduler, self.sources
-        if work_tile < scheduler.end:
+        if scheduler.has(work_tile):
             batch, token, _, _ = scheduler.coords(work_tile)
             self.copy_length_async(sources.indices, batch, token, 0, 24)
             if const_expr(self.config.second != "none"):
@@ -635,11 +634,11 @@ class QkSoftmax:
         k_parts = self.mma[0].make_fragment_B(part.partition_B(self.k))
         s = cute.make_rmem_tensor(part.partition_shape_C((ROWS, KEYS)), Float32)
         scores = cute.make_rmem_tensor((HELD,), Float32)
-        if self.warpgroup == 0 and scheduler.first < scheduler.end:
-            batch, token, _, head_group = scheduler.coords(scheduler.first)
+        if self.warpgroup == 0 and scheduler.has(scheduler.begin()):
+            batch, token, _, head_group = scheduler.coords(scheduler.begin())
             first = head_group * config.heads
             queries = q.at(batch, token, first) + self.rank * (DIM * 2)
-            self.copy_q_async(queries, cutlass.min(q.heads - first, config.heads), scheduler.first, warp, lane)
+            self.copy_q_async(queries, cutlass.min(q.heads - first, config.heads), scheduler.begin(), warp, lane)
         tile = self.warpgroup
         flags, work_tile, low, high = self.wait_header(tile)
         while flags & END == 0:
@@ -653,7 +652,7 @@ class QkSoftmax:
                 square = self.load_square(work_tile, flags >> HEADS_BIT, warp, lane)
             ptx.wait_mbarrier(bars.q.toint(), Int32(1) if flags & ODD != 0 else Int32(0))
             self.multiply(s, q_parts, k_parts, tile % KV_STAGES)
-            is_q_done = flags & LAST != 0 and work_tile + scheduler.step < scheduler.end
+            is_q_done = flags & LAST != 0 and scheduler.has(scheduler.after(work_tile))
             self.send_s(s, scores, tile, is_q_done, warp)
             self.softmax(scores, tile, flags, work_tile, square)
             tile = tile + PING_PONG
@@ -935,8 +934,8 @@ class PvEpilogue:
         v_parts = pv.make_fragment_B(part.partition_B(transposed))
         p = cute.make_rmem_tensor(part.partition_shape_A((ROWS, KEYS)), BFloat16)
         o = cute.make_rmem_tensor(part.partition_shape_C((ROWS, DIM)), Float32)
-        tile = Int32(0)
-        for work_tile in cutlass.range(scheduler.first, scheduler.end, scheduler.step, unroll=1):
+        tile, work_tile = Int32(0), scheduler.begin()
+        while scheduler.has(work_tile):
             angles = (Int32(0), Int32(0))
             if const_expr(out.quant is not None):
                 # there is time: the first tile's P is not there yet
@@ -978,6 +977,7 @@ class PvEpilogue:
                 if pv_thread() % 32 == 0:
                     cute.arch.mbarrier_arrive(bars.kv.empty(stage))
                 tile = tile + 1
+            work_tile = scheduler.after(work_tile)
 
     @cute.jit
     def release_p(self, buffer: Any) -> None:
@@ -1112,6 +1112,7 @@ class DecodeKernel:
         bars = Bars.allocate(allocator)
         if thread == 0:
             bars.initialize()
+            ptx.store_shared_s32(smem.dealt, Int32(0))
         # of heads that nobody has
         for start, size in ((smem.p, parts["p"] + parts["s_partial"]), (smem.factor, parts["factor"])):
             for i in cutlass.range(thread * 16, size, 16 * THREADS, unroll=1):
@@ -1120,19 +1121,15 @@ class DecodeKernel:
         cute.arch.cluster_wait()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-
         for one in mma[1:]:
             wgmma.accumulate(one)
-        config = self.config
-        first, step, end, order = cta // CLUSTER, ctas // CLUSTER, work_tiles, Int32(0)
-        every = TileScheduler(first, end, step, head_groups, splits, tokens, split_tiles)
-        if const_expr(config.second != "none"):  # rows of one list, a window, are short, and the planner would spill
-            planner = Planner(config.heads, config.second, smem.fp8, smem.order, rank, every, sources, out, thread)
-            if planner.is_worth_it():
-                dealt = planner.run()
-                if dealt >= 0:
-                    first, step, end, order = Int32(0), Int32(1), dealt, smem.order
-        scheduler = TileScheduler(first, end, step, head_groups, splits, tokens, split_tiles, order)
+        config, divisors = self.config, (head_groups, splits, tokens)
+        dealt = smem.dealt if const_expr(config.dealt) else None
+        scheduler = TileScheduler(cta // CLUSTER, work_tiles, ctas // CLUSTER, *divisors, split_tiles, dealt)
+        if const_expr(config.dealt):
+            planner = Planner(config.heads, config.second, smem.fp8, dealt, rank, scheduler, sources, out, thread)
+            if planner.has_room():
+                planner.run()
         if group < FIRST_PV_THREAD // 128:
             cute.arch.setmaxregister_decrease(SOFTMAX_REGISTERS)
             QkSoftmax(
@@ -1166,15 +1163,18 @@ class DecodeKey(DecodeKernelKey):
     out_fp32    results are fp32, not bf16
     quantized   results are turned back and become e4m3 codes, see quant_output; not with out_fp32
     raw         queries are normed and rotated, see params.QueryNorm; with out_fp32 or quantized
+    dealt       work tiles of unequal length are dealt by the planner; with a second list
     """
 
     kernel_name: ClassVar[str] = "sparse_mla.hopper.decode"
+    tuning: ClassVar[tuple[str, ...]] = ("dealt",)
     ctas_per_work_tile: ClassVar[int] = CLUSTER
     heads: int = 64
     second: str = "listed"
     out_fp32: bool = False
     quantized: bool = False
     raw: bool = False
+    dealt: bool = False
 
     @property
     def warps(self) -> int:
@@ -1183,7 +1183,7 @@ class DecodeKey(DecodeKernelKey):
 
     @property
     def name(self) -> str:
-        kind = "_raw" * self.raw + "_fp32" * self.out_fp32 + "_quant" * self.quantized
+        kind = "_raw" * self.raw + "_fp32" * self.out_fp32 + "_quant" * self.quantized + "_dealt" * self.dealt
         return f"sparse_mla_decode_h{self.heads}_{self.second}{kind}"
 
     @property

@@ -23,16 +23,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_kernels.dsl import ptx
-from cute_kernels.sparse_mla.params import IndexList, KVSources, Output, TileScheduler, tiles_of
+from cute_kernels.sparse_mla.params import FIRST_DEALT, IndexList, KVSources, Output, TileScheduler, tiles_of
+from cute_kernels.sparse_mla.schedule import MOST_DEALT, MOST_PLANNED
 
 THREADS = 768
 """Of a CTA."""
-
-MOST_ROUNDS = 16
-"""Work tiles of a cluster that are ordered: what its list has room for."""
-
-MOST_PLANNED = THREADS // 2
-"""Work tiles of a call that are ordered: each is compared with all others."""
 
 PLANNED_WARPS = MOST_PLANNED // 32
 
@@ -41,11 +36,6 @@ MOST_COUNTED = 1 << 20
 
 AROUND = 2
 """Tiles that the beginning and the end of a work tile take as long as."""
-
-LEAST_TILES = 64
-"""Of a cluster, if rows are as long as lists: with fewer it is not worth it. On an H100 192 rows of 26 tiles each, 78 a
-cluster, take 116.2 us where 115.4 before, and 75.3 where 100.6 if their lengths are spread evenly; 256 equal rows of 10
-tiles, 40 a cluster, took 71.0 where 67.9 with a planner that did not yet stop where all are as long."""
 
 LINES = 64
 """Of 128 bytes, of a work tile's list, that are asked for early."""
@@ -70,29 +60,23 @@ class Planner:
         longest   [12 warps] tiles of the longest of them
         longer    [12 warps] how many of them are longer than average
 
-    order          address in shared memory of the cluster's list, int32 [MOST_ROUNDS], which `run` writes
+    dealt          address of the cluster's list, see TileScheduler, which `run` writes
     """
 
     heads: int
     extra: str
     scratch: Any
-    order: Any
+    dealt: Any
     rank: Any
     scheduler: TileScheduler
     sources: KVSources
     out: Output
     thread: Any
 
-    def is_worth_it(self) -> Any:
-        """Whether clusters have several work tiles, as many as there is room for and enough keys."""
-        scheduler = self.scheduler
-        work_tiles, clusters = scheduler.end, scheduler.step
-        tiles = sum(tiles_of(columns) for _, columns in self.lists)
-        split = (tiles + (scheduler.splits.divisor - 1)) // scheduler.splits.divisor
-        split = cutlass.select_(scheduler.split_tiles != 0, cutlass.min(scheduler.split_tiles, tiles), split)
-        rounds = (work_tiles + (clusters - 1)) // clusters
-        has_room = (work_tiles <= MOST_PLANNED) & (rounds <= MOST_ROUNDS)
-        return has_room & (rounds > 1) & (rounds * split >= LEAST_TILES)
+    def has_room(self) -> Any:
+        """Whether clusters have several work tiles, and as many as can be dealt."""
+        work_tiles, clusters = self.scheduler.end, self.scheduler.step
+        return (work_tiles > clusters) & (work_tiles <= MOST_PLANNED) & (work_tiles <= clusters * MOST_DEALT)
 
     @property
     def lists(self) -> list[tuple[IndexList, Any]]:
@@ -125,9 +109,8 @@ class Planner:
         return cutlass.select_(end <= THREADS // 6, Int32(6), cutlass.select_(end <= THREADS // 3, Int32(3), Int32(2)))
 
     @cute.jit
-    def run(self) -> Any:
-        """How many work tiles the cluster has, which it finds at `order`; or -1 if all are as long, and it has every
-        step-th one."""
+    def run(self) -> None:
+        """Deal, unless all work tiles are as long."""
         # of the warps that have work tiles
         of_warp = cutlass.min(self.thread % 32, PLANNED_WARPS - 1)
         self.prefetch_lists()
@@ -135,13 +118,13 @@ class Planner:
         cute.arch.sync_threads()
         count, load = (self.over_warps(number) for number in ptx.load_shared_64(self.sums + of_warp * 8))
         longest = Int32(cute.arch.warp_redux_sync(ptx.load_shared_s32(self.longest + of_warp * 4), "max"))
-        dealt = Int32(-1)
         if count < self.scheduler.end or load != count * longest:
-            dealt = self.deal(weight, count, load, of_warp)
+            end = FIRST_DEALT + self.deal(weight, count, load, of_warp)
+            if self.thread == 0:
+                ptx.store_shared_s32(self.dealt, end)
         # before bulk copies write where this was read
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
-        return dealt
 
     @cute.jit
     def deal(self, weight: Any, count: Any, load: Any, of_warp: Any) -> Any:
@@ -159,7 +142,7 @@ class Planner:
         longer = ptx.load_shared_s32(self.longer + of_warp * 4)
         closed = self.over_warps(longer)
         rest = cutlass.max(count - clusters, Int32(0))
-        if (clusters - closed) * (MOST_ROUNDS - 1) < rest:
+        if (clusters - closed) * (MOST_DEALT - 1) < rest:
             closed = Int32(0)
         others = clusters - closed
         own = self.scheduler.first - closed
@@ -173,7 +156,7 @@ class Planner:
             if ahead < 0:
                 turn, place = Int32(-1), ahead + others
             if place == own:
-                ptx.store_shared_s32(self.order + (turn + 1) * 4, thread)
+                ptx.store_shared_s32(self.dealt + (turn + 2) * 4, thread)
         turns = rest // others
         place = own if turns % 2 != 0 else others - 1 - own
         turns = turns + Int32(place < rest - turns * others)
