@@ -7,9 +7,14 @@ alone."""
 from __future__ import annotations
 
 import functools
+import itertools
 import pickle
 import re
+import struct
+import subprocess
+import tempfile
 import zlib
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
@@ -18,10 +23,12 @@ from cute_kernels.runtime import cache
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.runtime.key import KernelKey
-from cute_kernels.runtime.report import Report, problems
+from cute_kernels.runtime.report import Report, find_nvdisasm, problems
 
 RESERVED = 1024
 """Bytes of shared memory that the system takes for each block."""
+
+INSTRUCTION_BYTES = 16
 
 folder: Path | None = None
 """Where they are: a conftest.py sets it."""
@@ -85,3 +92,32 @@ def check_fits(key: KernelKey, threads: int) -> Report:
     assert report.smem <= SMEM_BYTES[key.arch] - RESERVED
     assert report.registers <= 65536 // threads
     return report
+
+
+def disassemble(reports: Sequence[Report]) -> list[list[str]] | None:
+    """Instructions of kernels of one architecture, or None where nvdisasm is not installed. In one call of it, which
+    takes half a second to begin; without the labels that `Report.sass` has."""
+    tool = find_nvdisasm()
+    if tool is None:
+        return None
+    (arch,) = {report.key.arch for report in reports}
+    codes = [_machine_code(report.cubin) for report in reports]
+    with tempfile.NamedTemporaryFile() as f:
+        f.write(b"".join(codes))
+        f.flush()
+        command = [tool, "-ndf", "-b", arch.replace("sm_", "SM"), f.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = [line for line in text.splitlines() if ";" in line]
+    ends = list(itertools.accumulate(len(code) // INSTRUCTION_BYTES for code in codes))
+    assert len(lines) == ends[-1]
+    return [lines[start:end] for start, end in zip((0, *ends), ends, strict=False)]
+
+
+def _machine_code(cubin: bytes) -> bytes:
+    """The code of the one kernel in an ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
+    # of a section: where its name is, four numbers, and where it is
+    sections = [struct.unpack_from("<I20x2Q", cubin, table + i * size) for i in range(count)]
+    (found,) = [s for s in sections if cubin.startswith(b".text.", sections[names][1] + s[0])]
+    return cubin[found[1] : found[1] + found[2]]
