@@ -108,10 +108,12 @@ def test_numbers_that_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bound_module, "_prefill_numbers", {})
     builder, tables = new_builder(), tables_of(2, 1)
     decode = bound_key(builder.build(1, [1, 1], [5, 6], tables, 2))
-    seen = set()
+    seen, known = set(), set()
     for length in range(10, 30):
         seen.add(bound_key(builder.build(1, [1, 9], [5, length], tables, 1)))
+        known.add(len(bound_module._prefill_numbers))
     assert len(seen) == 20
+    assert known == {1, 2, 3, 4}
     assert bound_key(builder.build(1, [1, 1], [5, 6], tables, 2)) == decode
 
 
