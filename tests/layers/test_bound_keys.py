@@ -214,3 +214,24 @@ def test_a_prefill_step_that_failed_was_not_seen(monkeypatch: pytest.MonkeyPatch
     assert recorded == [False, False]
     with pytest.raises(AssertionError):  # scratch is of a GPU
         steps.run("key", rows, rows, body, has_prefills=True)
+
+
+class Count:
+    """A number that may become another one, and stays equal to itself."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+    def __int__(self) -> int:
+        return self.value
+
+
+def test_counts_that_are_remembered() -> None:
+    builder = new_builder()
+    for counts in ([1, 2, 5], (1, 2, 6), np.array([1, 2, 5]), np.array([1, 2, 6], "i4"), [np.int64(3)]):
+        assert builder._rows_of(counts) is builder._rows_of(copy.copy(counts))
+    counts = [Count(1), Count(2)]
+    assert builder._rows_of(counts) is not builder._rows_of(counts)
