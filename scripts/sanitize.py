@@ -118,6 +118,13 @@ ACCEPTED = (
         )
         for kind in ("", "mxfp4_")
     ),
+    # what a producer has made of keys' scales, and the scales, before those of the next tile
+    Accepted(
+        "racecheck",
+        "paged_mqa_logits_mxfp4_b64_h*",
+        ("LDS, STS.64", "LDS.U8, STS.64", "LDS.U8, UBLKCP.S.G"),
+        f"{ONE_LANE}: a consumer warp meets behind its last read of a stage, and one lane releases it",
+    ),
     # scales, weights of the own block, maxima, sums, and what one work tile is told of the next
     Accepted(
         "racecheck",

@@ -935,7 +935,7 @@ class C128Key(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return "cp.async", "ex2", "st.async", "mbarrier", "griddepcontrol"
+        return "cp.async", "ex2", "st.async", "barrier.cluster", "mbarrier", "griddepcontrol"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         slots = make_fake_tensor(Int64, (cute.sym_int(),), stride=(1,))

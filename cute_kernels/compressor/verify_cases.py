@@ -293,6 +293,16 @@ def fused() -> Iterator[Example]:
         )
 
 
+def soak_fused() -> Iterator[Example]:
+    """fused_compress_norm_rope_store by clusters of eight, four and two CTAs: 116 entries, several for each cluster."""
+    for tokens in (1, 9, 36):
+        lengths = [tokens] * 116
+        a = random_step(formats.FP8_DS_MLA.id, 128, lengths, longest_prefix=0, state_rows=8, entry_rows=2, at_ends=True)
+        yield _example(f"{len(lengths)} requests of {tokens} tokens", a)
+
+
+SOAK = {"fused_compress_norm_rope_store": soak_fused}
+
 EXAMPLES = {
     "compress_norm_rope_store": compress,
     "fused_compress_norm_rope_store": fused,

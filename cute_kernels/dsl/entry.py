@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,22 +13,16 @@ Record = TypeVar("Record", bound=tuple[Any, ...])
 """A NamedTuple, in the order in which arguments are given."""
 
 
-class EntryPoint:
-    """The function that is compiled: `launch` of a record, whose fields are its arguments. What is None among the fakes
-    is no argument, and None to the launch."""
-
-    def __init__(self, launch: Callable[[Any], None], fakes: Any) -> None:
-        self.launch, self.fakes = launch, fakes
-
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        self.launch(self.record(arguments))
-
-    def record(self, arguments: tuple[Any, ...]) -> Any:
-        names = [name for name, fake in self.fakes._asdict().items() if fake is not None]
-        return self.fakes._replace(**dict(zip(names, arguments, strict=True)))
-
-
 def entry_point(launch: Callable[[Record], None], fakes: Record) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """What KernelKey.build returns."""
-    return EntryPoint(launch, fakes), tuple(fake for fake in fakes if fake is not None)
+    """What KernelKey.build returns: `launch` of a record, whose fields are its arguments. What is None among the fakes
+    is no argument, and None to the launch."""
+    record: Any = fakes
+    given = {name: fake for name, fake in record._asdict().items() if fake is not None}
+
+    def entry(*arguments: Any) -> None:
+        launch(record._replace(**dict(zip(given, arguments, strict=True))))
+
+    # whatever refuses an argument at a launch says its name
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    entry.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in given])  # type: ignore[attr-defined]
+    return cute.jit(entry, preprocess=False), tuple(given.values())

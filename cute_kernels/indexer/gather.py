@@ -276,7 +276,8 @@ def why_not(call: GatherCall) -> str:
             )
     entries = call.block_table.shape[1] * call.kv_cache.shape[1]
     if max(entries, call.kv_cache.shape[1], call.dst_k.shape[0]) > 2**31 - 256:
-        return f"there must be fewer than 2^31 keys, got {call.dst_k.shape[0]}, and {entries} in a row of block_table"
+        given = f"{call.dst_k.shape[0]}, {entries} in a row of block_table and {call.kv_cache.shape[1]} in a page"
+        return f"there must be at most 2^31 - 256 keys, got {given}"
     return ""
 
 

@@ -96,7 +96,7 @@ def why_not_logits(call: LogitsCall) -> str:
     """Why no kernel can take a call; empty if one can."""
     keys = call.k.shape[0]
     why = why_not(call.q, call.k, "kv[0]", call.out)
-    return why or (f"there must be fewer than 2^31 - 256 keys, got {keys}" if keys > 2**31 - 256 else "")
+    return why or (f"there must be at most 2^31 - 256 keys, got {keys}" if keys > 2**31 - 256 else "")
 
 
 def launch_logits(call: LogitsCall, skip: int = 0, op: str = "mqa_logits") -> None:
@@ -127,7 +127,7 @@ def why_not_paged_logits(call: PagedLogitsCall) -> str:
     keys, page_rows = call.max_model_len, call.kv_cache.shape[1]
     why = why_not(call.q, call.kv_cache, "kv_cache", call.out)
     if not why and max(keys, page_rows) > 2**31 - 256:
-        why = f"there must be fewer than 2^31 - 256 keys, got {keys}, and {page_rows} in a page"
+        why = f"there must be at most 2^31 - 256 keys, got {keys}, and {page_rows} in a page"
     return why
 
 

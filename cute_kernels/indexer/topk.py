@@ -1175,7 +1175,8 @@ class TopKKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return "ld.global.128", "atomic"
+        together = ("barrier.cluster",) if self.cluster > 1 else ()
+        return "ld.global.128", "atomic", *together
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         return TopKKernel(self, RowPicks(self.config)), self.arguments()

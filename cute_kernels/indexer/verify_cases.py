@@ -172,6 +172,14 @@ def top_k_prefill() -> Iterator[Example]:
         yield Example(_name(rows, columns, k), (_scores(rows, columns), starts, ends, _out(rows, k), rows, k))
 
 
+def soak_top_k() -> Iterator[Example]:
+    """top_k_per_row_prefill of rows that clusters share: as many as run at a time, and more."""
+    for rows, columns, k in ((14, 50000, 1024), (20, 530000, 512)):
+        starts = torch.arange(rows, dtype=torch.int32) * 5
+        ends = torch.full((rows,), columns, dtype=torch.int32)
+        yield Example(_name(rows, columns, k), (_scores(rows, columns), starts, ends, _out(rows, k), rows, k))
+
+
 def _table(requests: int, columns: int, page_rows: int) -> torch.Tensor:
     """Too narrow for the last columns, with pages that do not exist or whose rows int32 cannot number."""
     width = max(columns * 4 // 5 // page_rows, 1)
@@ -433,6 +441,8 @@ def _agree_indices(got: Sequence[Any], want: Sequence[Any]) -> str:
     rows = (picks != expected).any(1).nonzero()[:, 0].tolist()
     return f"out: other picks in rows {rows[:5]}" if rows else "memory outside of the picks was written"
 
+
+SOAK = {"top_k_per_row_prefill": soak_top_k}
 
 EXAMPLES = {
     "fused_indexer_q_rope_quant_fp8": query_fp8,

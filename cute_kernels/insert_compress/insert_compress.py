@@ -110,7 +110,8 @@ class InsertCompressKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return "ld.global.128", "st.global.128", "cvt.e4m3", "ex2", "st.async", "mbarrier", "griddepcontrol"
+        used = "ld.global.128", "st.global.128", "cvt.e4m3", "ex2", "st.async"
+        return *used, "barrier.cluster", "mbarrier", "griddepcontrol"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         def stride(divisibility: int) -> Any:

@@ -120,7 +120,7 @@ def random_compress_call(
     closing: bool = False,
     bad: bool = True,
 ) -> CompressCall:
-    """As `random_call`, of a layer of ratio 128. closing: requests of one token each, at the end of a group."""
+    """As `random_call`, of a layer of ratio 128. closing: every request's first token is the last of a group."""
     g = torch.Generator().manual_seed(seed)
     sizes: Any = {"longest_prefix": longest_prefix, "state_rows": state_rows, "entry_rows": entry_rows, "bad": bad}
     main = random_step(FP8_DS_MLA.id, COMPRESS_RATIO, lengths, seed, at_ends=closing, **sizes)
@@ -170,5 +170,15 @@ def fused_compress() -> Iterator[Example]:
         windowed = call._replace(persist="window", use_pdl=True)
         yield Example(f"tokens {lengths}, {options}, saving what is needed", tuple(windowed), compress_difference)
 
+
+def soak_fused_compress() -> Iterator[Example]:
+    """fused_qkv_insert_compress of more clusters than run at a time, of which each has several entries to store; by the
+    kernels of few heads and of many."""
+    for heads in (8, 16):
+        call = random_compress_call([3] * 100, heads, heads=heads, longest_prefix=0, closing=True)
+        yield Example(f"100 requests of 3 tokens, {heads} heads", tuple(call), compress_difference)
+
+
+SOAK = {"fused_qkv_insert_compress": soak_fused_compress}
 
 EXAMPLES = {"fused_qkv_insert_compress": fused_compress, "fused_qkv_insert_compress_index": fused}

@@ -139,12 +139,19 @@ def fp8_gemm_squares() -> Iterator[Example]:
 
 def bf16_gemm() -> Iterator[Example]:
     """bf16_gemm(a, b, out, batch_invariant, use_pdl)"""
-    forms = (torch.float32, False), (torch.float32, True), (torch.bfloat16, False)
-    for tokens, _, outputs, columns in _GEMMS + _BF16:
+    for shape in _GEMMS + _BF16:
+        tokens, _, outputs, _ = shape
+        is_few = shape in _BF16 and outputs in (64, 2624) and tokens <= 33
+        yield from _bf16_gemm((shape,), 2 if is_few else 3)
+
+
+def _bf16_gemm(gemms: Sequence[tuple[int, int, int, int]], forms: int) -> Iterator[Example]:
+    """forms: how many of the results' types, batch-invariant or not"""
+    every = (torch.float32, False), (torch.float32, True), (torch.bfloat16, False)
+    for tokens, _, outputs, columns in gemms:
         g = torch.Generator().manual_seed(tokens + outputs)
         a, b = (torch.randn(rows, columns + 8, generator=g).bfloat16()[:, 8:] for rows in (tokens, outputs))
-        is_few = (tokens, 1, outputs, columns) in _BF16 and outputs in (64, 2624) and tokens <= 33
-        for dtype, batch_invariant in forms[: 2 if is_few else 3]:
+        for dtype, batch_invariant in every[:forms]:
             out = torch.full((tokens, outputs + 16), torch.nan, dtype=dtype)[..., :-16]
             name = f"{tokens} tokens, {columns} -> {outputs}, {dtype}{', batch-invariant' * batch_invariant}"
             yield Example(name, (a, b, out, batch_invariant, tokens == 1), _near)
@@ -259,12 +266,30 @@ def _words(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
     return torch.randint(115, 129, (*shape, CHUNKS_PER_WORD), generator=g).to(torch.uint8).view(torch.int32)[..., 0]
 
 
+_SOAK_FP8 = (
+    (16, 1, 4096, 1024),
+    (16, 1, 1536, 4096),
+    (16, 1, 1024, 4096),
+    (64, 1, 1536, 4096),
+    (130, 1, 1536, 4096),
+)
+"""On Hopper two, four and eight splits of K for few rows, four and two for many."""
+
+_SOAK_BF16 = ((16, 1, 2624, 4096), (16, 1, 1024, 4096), (200, 1, 1024, 4096), (130, 1, 1536, 4096))
+"""The same: three and eight, two and four."""
+
+
 def soak_fp8_gemm() -> Iterator[Example]:
     """fp8_gemm with K cut by the CTAs of clusters, of few rows and of many."""
-    yield from _fp8_gemm(((16, 1, 1536, 4096), (64, 1, 1536, 4096), (130, 1, 1536, 4096)), of_kernels=True)
+    yield from _fp8_gemm(_SOAK_FP8, of_kernels=True)
 
 
-SOAK = {"fp8_gemm": soak_fp8_gemm}
+def soak_bf16_gemm() -> Iterator[Example]:
+    """bf16_gemm, the same."""
+    yield from _bf16_gemm(_SOAK_BF16, 1)
+
+
+SOAK = {"fp8_gemm": soak_fp8_gemm, "bf16_gemm": soak_bf16_gemm}
 
 EXAMPLES = {
     "quantize_fp8_1x128": quantize,

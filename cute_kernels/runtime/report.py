@@ -41,6 +41,7 @@ INSTRUCTIONS = {
     "cvt.e2m1": r"\bcvt\.\S*e2m1x2",
     "ex2": r"\bex2\.approx",
     "atomic": r"\b(?:atom|red)\.",
+    "barrier.cluster": r"\bbarrier\.cluster\.wait",
     "mbarrier": r"\bmbarrier\.(?:try_wait|test_wait)",
     "setmaxnreg": r"\bsetmaxnreg\.",
     "griddepcontrol": r"\bgriddepcontrol\.wait",

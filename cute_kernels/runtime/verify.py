@@ -19,7 +19,7 @@ import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -313,6 +313,8 @@ def soak_op(op: Op, device: torch.device, kernel: str, delayed: str) -> Verdict:
         for example in () if examples is None else examples():
             if identity[1] and not _takes(op, example, device, kernel):
                 continue
+            # once there, 400 copies of them cost little
+            example = replace(example, args=clone_arguments(example.args, device))
             with trust.choose(_choice(kernel)):
                 first, why = _call(op, example, device)
                 if why:

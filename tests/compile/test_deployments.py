@@ -56,7 +56,10 @@ def deployed_keys(every: bool) -> list[KernelKey]:
 
 
 def test_deployed_code(deployed: KernelKey) -> None:
-    assert problems(deployed, compile_report(deployed)) == []
+    report = compile_report(deployed)
+    assert problems(deployed, report) == []
+    says_so = "barrier.cluster" in deployed.instructions
+    assert says_so == ("barrier.cluster" in report.instructions), "tests/runtime/test_verify.py goes by what keys say"
 
 
 def sample(keys: Iterable[KernelKey], known: Iterable[KernelKey] = ()) -> list[KernelKey]:
@@ -216,6 +219,7 @@ PTX = {
     "cvt.e2m1": "cvt.rn.satfinite.e2m1x2.f32 %rs1, %f1, %f2;",
     "ex2": "ex2.approx.ftz.f32 %f1, %f2;",
     "atomic": "atom.global.add.u32 %r1, [%rd1], 1;",
+    "barrier.cluster": "barrier.cluster.wait.acquire.aligned;",
     "mbarrier": "mbarrier.try_wait.parity.shared::cta.b64 p, [%r1]",
     "setmaxnreg": "setmaxnreg.inc.sync.aligned.u32 232;",
     "griddepcontrol": "griddepcontrol.wait;",
@@ -234,6 +238,7 @@ def test_each_family_finds_its_instruction_and_no_other(name: str) -> None:
         "cp.async.bulk.commit_group;", "cp.async.wait_group 0;", "cp.async.bulk.prefetch.L2.global [%rd1], 64;",
         "cvt.rn.bf16x2.f32 %r1, %f1, %f2;", "wgmma.fence.sync.aligned;", "tcgen05.alloc.cta_group::1 [%r1], 64;",
         "mbarrier.init.shared::cta.b64 [%r1], 1;", "griddepcontrol.launch_dependents;",
+        "barrier.cluster.arrive.release.aligned;",
     ],
 )  # fmt: skip
 def test_what_is_in_no_family(other: str) -> None:

@@ -211,6 +211,15 @@ def test_paged_calls_that_are_refused(gpu: Launches, change: dict[str, Any], why
     assert why.replace("\\", "") in reason
 
 
+@pytest.mark.parametrize(("keys", "why"), [(2**31 - 256, ""), (2**31 - 255, "at most 2^31 - 256 keys, got 2147483393")])
+def test_most_keys(gpu: Launches, keys: int, why: str) -> None:
+    call = LogitsCall(*{**contiguous(), "k": codes(1, 128).expand(keys, 128)}.values())
+    call_paged = PagedLogitsCall(*{**paged(), "max_model_len": keys}.values())
+    for reason in (calls.why_not_logits(call), calls.why_not_paged_logits(call_paged)):
+        assert why in reason
+        assert bool(why) == bool(reason)
+
+
 # What Hopper's MXFP4 kernel runs
 
 

@@ -88,6 +88,14 @@ def test_small_example() -> None:
     same(lens, [3, 2, 0, 0])  # the invalid token's row is translated all the same
 
 
+def test_the_first_row_of_the_first_page_counts() -> None:
+    call = small_call()
+    call["block_table"] = table_tensor([[0, DEAD], [10, 20]])
+    indices, lens = compute_global_topk_indices_and_lens(**call)
+    same(indices, [[0, 5, 63, -1], [1280, 643, -1, -1], [1, 2, -1, -1], [-1] * 4])
+    same(lens, [3, 2, 0, 0])
+
+
 def test_pages_without_an_int32_slot_are_unmapped_and_not_counted() -> None:
     last = INT32_MAX // 64
     call = small_call()

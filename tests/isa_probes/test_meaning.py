@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_kernels.dsl import umma
-from cute_kernels.isa_probes import conversions, copies, meaning
+from cute_kernels.isa_probes import conversions, copies, meaning, products
 from cute_kernels.isa_probes.meaning import Block, TensorMap
 
 SEED = np.random.default_rng(0)
@@ -252,3 +252,14 @@ def test_copies_are_of_a_matrix_of_bytes(name: str) -> None:
     assert len(set(memory.reshape(-1).tolist())) == 256
     assert numbers.dtype == np.int32
     assert copies.expect(copies.NAMES[name]).any()
+
+
+def test_rounds_of_a_handoff_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = products.NAMES["handoff_cta"]
+    before = np.stack([b.tensor for b in products.memories(experiment)]).view(np.float32).astype(np.float64)
+    gains = []
+    for rounds in (products.IMAGES, 3 * products.IMAGES):
+        monkeypatch.setattr(products, "ROUNDS", rounds)
+        gains.append(np.stack(products.expect(experiment)).view(np.float32) - before)
+    assert (gains[0] != 0).any()
+    np.testing.assert_allclose(gains[1], 3 * gains[0], rtol=1e-5, atol=1e-3)

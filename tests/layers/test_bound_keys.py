@@ -108,10 +108,12 @@ def test_numbers_that_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bound_module, "_prefill_numbers", {})
     builder, tables = new_builder(), tables_of(2, 1)
     decode = bound_key(builder.build(1, [1, 1], [5, 6], tables, 2))
-    seen = set()
+    seen, known = set(), set()
     for length in range(10, 30):
         seen.add(bound_key(builder.build(1, [1, 9], [5, length], tables, 1)))
+        known.add(len(bound_module._prefill_numbers))
     assert len(seen) == 20
+    assert known == {1, 2, 3, 4}
     assert bound_key(builder.build(1, [1, 1], [5, 6], tables, 2)) == decode
 
 
@@ -212,3 +214,24 @@ def test_a_prefill_step_that_failed_was_not_seen(monkeypatch: pytest.MonkeyPatch
     assert recorded == [False, False]
     with pytest.raises(AssertionError):  # scratch is of a GPU
         steps.run("key", rows, rows, body, has_prefills=True)
+
+
+class Count:
+    """A number that may become another one, and stays equal to itself."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+    def __int__(self) -> int:
+        return self.value
+
+
+def test_counts_that_are_remembered() -> None:
+    builder = new_builder()
+    for counts in ([1, 2, 5], (1, 2, 6), np.array([1, 2, 5]), np.array([1, 2, 6], "i4"), [np.int64(3)]):
+        assert builder._rows_of(counts) is builder._rows_of(copy.copy(counts))
+    counts = [Count(1), Count(2)]
+    assert builder._rows_of(counts) is not builder._rows_of(counts)

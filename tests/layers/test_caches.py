@@ -78,6 +78,23 @@ def test_allocation(ratio: int, kv: str, index: str) -> None:
         assert not raw.any()
 
 
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_addresses(ratio: int) -> None:
+    """Of each cache that there is, what tells it from another one."""
+    caches, others = (
+        LayerCaches.allocate(CONFIG, ratio, swa_blocks=1, compressed_blocks=1, state_blocks=1) for _ in range(2)
+    )
+    found, other = caches.addresses, others.addresses
+    assert found == caches.addresses
+    for name, one, two in zip(CLASSES, found, other, strict=True):
+        cache = getattr(caches, name)
+        if cache is None:
+            assert one is two is None
+        else:
+            assert one == (cache.data.data_ptr(), cache.data.shape, cache.data.stride(), cache.kv_format.id)
+            assert one != two
+
+
 def test_defaults_are_deepseeks_formats() -> None:
     caches = LayerCaches.allocate(CONFIG, 4, swa_blocks=1, compressed_blocks=1, state_blocks=1)
     ids = [getattr(caches, name).kv_format.id for name in CLASSES]

@@ -129,6 +129,22 @@ def test_how_k_is_cut_follows_from_the_weight_alone() -> None:
                     assert key.smem_bytes <= 232448
 
 
+def test_grids_of_few_rows() -> None:
+    """A cluster for each work tile, of a last one that is not full too, or as many as run at once."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from cute_kernels.linear import select
+
+    for rows, outputs, tiles in ((8, 64, 1), (9, 130, 3), (32, 128, 2), (33, 128, 1), (64, 129, 2), (65, 128, 2)):
+        key, clusters = select.swap_ab("e4m3", "fp32", rows, 1, outputs, 1)
+        assert (key.splits, clusters) == (1, tiles)
+    assert select.swap_ab_whole("fp32", 1, 1, 64 * 99) is None
+    for rows, groups, outputs, tiles in ((8, 1, 64 * 99 + 1, 100), (16, 2, 3200, 100), (1, 1, 64 * 300, 264)):
+        found = select.swap_ab_whole("fp32", rows, groups, outputs)
+        assert found is not None
+        assert found[1] == tiles
+    assert select.swap_ab_whole("fp32", 17, 1, 64 * 200) is None
+
+
 def test_k_is_cut_for_many_rows_where_work_tiles_are_few() -> None:
     """Only where a cluster for each work tile runs at once, and never of queries, whose product has the same bits with
     the sums of squares."""

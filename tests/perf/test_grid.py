@@ -23,6 +23,11 @@ def test_points_are_the_same_in_every_run_and_in_every_piece_of_their_range() ->
     assert all(abs(piece - i) <= 1 for i, piece in enumerate(pieces)), "one in each, but for rounding to 64"
 
 
+def test_points_are_in_their_range_where_its_ends_are_no_multiples() -> None:
+    values = [point["rows"] for point in grid.draw("ends", 16, rows=(70, 330, 64))]
+    assert set(values) == {128, 192, 256, 320}
+
+
 def test_rows_between_are_none_of_the_tuned_ones() -> None:
     assert not set(grid.draw_rows("few", range(1, 9), 8)) & set(range(1, 9))
     assert all(rows % 64 == 0 for rows in grid.draw_rows("multiples", (64, 8192), 5, 64))

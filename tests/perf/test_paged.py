@@ -18,6 +18,10 @@ def test_each_row_sees_as_many_entries_as_it_picks() -> None:
             assert (shape.context - shape.rows) // shape.ratio >= TOPK
 
 
+def test_columns_that_name_entries() -> None:
+    assert [paged.Shape(64, 16500, 64, ratio).topk for ratio in (0, 4, 128)] == [0, TOPK, 128]
+
+
 def test_contexts_fill_their_pages() -> None:
     for shape in SHAPES:
         assert shape.ratio == 0 or shape.context // shape.ratio % PAGE_ROWS[shape.ratio] == 0

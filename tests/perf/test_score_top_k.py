@@ -72,6 +72,20 @@ def test_memory_is_that_of_the_public_functions(monkeypatch: pytest.MonkeyPatch)
         found.clear()
 
 
+def test_queries_of_mxfp4_come_with_their_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    for name in ("score_top_k_decode", "paged_mqa_logits"):
+        monkeypatch.setattr(score_top_k, name, lambda q, *args, **more: given.append(q))
+    monkeypatch.setattr(score_top_k, "peak", lambda run: run())
+    (_, s) = sets()
+    s.peaks()
+    scale = torch.zeros(1)
+    replace(s, args=(s.args[0], scale, *s.args[2:])).peaks()
+    assert all(q is s.args[0] for q in given[:2])
+    assert all(q is s.args[0] and by is scale for q, by in given[2:])
+    assert len(given) == 4
+
+
 def test_one_op_picks_what_two_do() -> None:
     for s in sets():
         s.unfused()

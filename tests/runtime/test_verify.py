@@ -185,9 +185,19 @@ def forget_devices() -> None:
                 value.cache_clear()
 
 
+CLUSTERS = (9, 0), (10, 0)
+"""Capabilities with kernels whose CTAs work together."""
+
+
+def kind_of_cluster(key: KernelKey) -> tuple[str, ...]:
+    """Kernel, and what makes its CTAs work together in another way."""
+    values = {name: getattr(key, name, None) for name in ("cluster", "splits", "blocks", "operands")}
+    return key.kernel_name, *(f"{name}={value}" for name, value in values.items() if value is not None)
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
 def test_every_kernel_of_a_deployment_runs(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    """Called on a GPU of that capability, examples ask for all keys that deployments have."""
+    """Called on a GPU of that capability, examples ask for all keys that deployments have, and soaks for clusters'."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
@@ -208,6 +218,11 @@ def test_every_kernel_of_a_deployment_runs(monkeypatch: pytest.MonkeyPatch, capa
     reached = {key for need in needs for key in need.keys}
     assert len(deployed) > 200
     assert sorted(key.identity for key in deployed - reached) == []
+    # those whose CTAs work together run hundreds of times, with delays
+    soaked = {kind_of_cluster(key) for need in needs for key in need.soaked}
+    together = {kind_of_cluster(key) for key in deployed if "barrier.cluster" in key.instructions}
+    assert bool(together) == (capability in CLUSTERS)
+    assert sorted(together - soaked) == []
     for key, other in itertools.combinations(deployed, 2):
         if key.stands_for(other):
             kinds, others = ([type(argument) for argument in one.build()[1]] for one in (key, other))

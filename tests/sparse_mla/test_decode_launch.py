@@ -258,7 +258,7 @@ def test_rows_without_elements_launch_nothing(
             {"indices": torch.zeros(1, dtype=torch.int32).expand(2, 1, 2**22), "num_splits": 2**15},
             "tiles of a row times parts must be less than 2^31, got 65536 times 32768",
         ),
-        ({"split_tokens": 2**37}, "split_tokens must be less than 2^30 tiles"),
+        ({"split_tokens": 2**36}, "split_tokens must be less than 2^30 tiles"),
     ],
 )
 def test_what_is_not_supported_says_so(gpu: Launches, changes: dict[str, Any], why: str) -> None:

@@ -178,7 +178,7 @@ def test_many_rows_stay_whole(launched: list[Any]) -> None:
     [
         ({"num_splits": 9}, "num_splits: expected what makes at most 8 of a row's parts, got 9, which makes 9"),
         ({"split_tokens": 64}, "split_tokens: expected what makes at most 8 of a row's parts, got 64, which makes 11"),
-        ({"split_tokens": 2**37}, "split_tokens: expected less than 2^30 tiles"),
+        ({"split_tokens": 2**36}, "split_tokens: expected less than 2^30 tiles"),
         (
             {"num_splits": 2, "kv_format": BF16_ID, "swa_cache": torch.zeros(5, 64, 512, dtype=BF16)},
             "num_splits: expected what makes at most 1 of a row's parts, got 2",
@@ -188,6 +188,10 @@ def test_many_rows_stay_whole(launched: list[Any]) -> None:
 def test_parts_that_are_not_supported(launched: list[Any], changes: dict[str, Any], why: str) -> None:
     reason = PAGED.why_not(PagedCall(*arguments(**WIDE, **changes).values()))
     assert reason.startswith(why)
+
+
+def test_the_longest_parts(launched: list[Any]) -> None:
+    assert PAGED.why_not(PagedCall(*arguments(**WIDE, split_tokens=2**36 - 64).values())) == ""
 
 
 @pytest.mark.parametrize(

@@ -828,6 +828,10 @@ class BlackwellPairGemmKey(BlackwellGemmKey):
     def config(self) -> GemmConfig:
         return GemmConfig(self.columns, blocks=BarsOf2.blocks)
 
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return *super().instructions, "barrier.cluster"
+
 
 # ---- what a work tile takes
 

@@ -152,7 +152,8 @@ class GemmKey(KernelKey):
     @property
     def instructions(self) -> tuple[str, ...]:
         scales = ("cp.async",) if self.operands == "e4m3" else ()
-        return "wgmma", "tma.load", *scales, "mbarrier", "griddepcontrol"
+        together = ("barrier.cluster",) if self.splits > 1 else ()
+        return "wgmma", "tma.load", *scales, *together, "mbarrier", "griddepcontrol"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         def tensor(dtype: Any, divisibility: int, align: int, dense: bool = True) -> Any:

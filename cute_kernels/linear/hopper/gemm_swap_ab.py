@@ -130,7 +130,8 @@ class SwapAbKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return "wgmma", "tma.load", "mbarrier", "griddepcontrol"
+        together = ("barrier.cluster",) if self.splits > 1 else ()
+        return "wgmma", "tma.load", *together, "mbarrier", "griddepcontrol"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         def tensor(dtype: Any, divisibility: int, align: int, dense: bool = True) -> Any:

@@ -414,6 +414,10 @@ class BlackwellPairDecodeKey(BlackwellDecodeKey):
     def smem_bytes(self) -> int:
         return smem_bytes()
 
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return *super().instructions, "barrier.cluster"
+
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         return entry_point(Decode2CtaKernel(self).launch, fake_decode(self.out_fp32))
 

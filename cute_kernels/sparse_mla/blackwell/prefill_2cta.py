@@ -365,6 +365,10 @@ class BlackwellPairPrefillKey(BlackwellPrefillKey):
     def smem_bytes(self) -> int:
         return PAIR.smem_bytes
 
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return *super().instructions, "barrier.cluster"
+
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         return entry_point(Prefill2CtaKernel().launch, fake_gathered())
 

@@ -1193,7 +1193,7 @@ class DecodeKey(DecodeKernelKey):
     @property
     def instructions(self) -> tuple[str, ...]:
         own = () if self.out_fp32 else ("cvt.e4m3",) if self.quantized else ("stmatrix",)
-        return "wgmma", "bulk.load", "st.async", "mbarrier", "setmaxnreg", *own
+        return "wgmma", "bulk.load", "st.async", "barrier.cluster", "mbarrier", "setmaxnreg", *own
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         fakes = fake_decode(self.out_fp32, quantized=self.quantized, raw=self.raw)

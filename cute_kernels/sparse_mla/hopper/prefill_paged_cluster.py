@@ -450,5 +450,9 @@ class PagedClusterKey(PagedKey):
         if self.blocks not in CLUSTERS:
             raise ValueError(f"blocks: expected one of {CLUSTERS}, got {self.blocks!r}")
 
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return *super().instructions, "barrier.cluster"
+
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         return entry_point(PagedClusterKernel(self.blocks).launch, fake_paged(split=True))

@@ -629,6 +629,8 @@ class PortableDecodeKernel:
                 self.step(producer, q_words, o, base, stage, left, scale_log2, warp, lane)
                 left -= 1
                 stage = Int32(0) if stage + 1 == config.stages else stage + 1
+            # in a work tile without steps, lanes have not met since each stored it
+            cute.arch.sync_warp()
             batch, token, split_idx, head_group = scheduler.coords(ptx.load_shared_s32(producer.cursor + CURRENT * 4))
             lane = ptx.again(lane)
             head = head_group * self.heads
