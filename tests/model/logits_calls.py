@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
+from cute_kernels.indexer.hopper.logits import LogitsConfig, LogitsKey
 from cute_kernels.isa_probes.meaning import TensorMap
 from cute_kernels.runtime import trust
 from tests.indexer.test_logits_launch import Launches
@@ -47,7 +48,7 @@ class Placed:
 class Scores:
     """What a call launches, and the model of it."""
 
-    key: BlackwellLogitsKey
+    key: BlackwellLogitsKey | LogitsKey
     got: dict[str, Any]
     placed: Placed
     out: int
@@ -73,7 +74,7 @@ class Scores:
     def place(self, program: Program) -> tuple[bytes, dict[int, TensorMap]]:
         """Parameters, as LogitsKernel.__call__ makes them, and tensor maps."""
         config, got, at = self.key.config, self.got, self.placed.at
-        swizzle = config.operand.swizzle
+        swizzle = config.row_bytes if isinstance(config, LogitsConfig) else config.operand.swizzle
         query_map = TensorMap(
             at(got["q"]) - GlobalMemory.BASE,
             (config.row_bytes, config.heads, got["row_count"], got["requests"]),
@@ -90,14 +91,18 @@ class Scores:
             1,
             swizzle,
         )
-        values: list[Any] = [bytes(128), bytes(12), bytes(128), got["requests"], got["row_count"]]
+        values: list[Any] = [bytes(128), bytes(12), bytes(128)]
+        # what products do to the sums, of which the kernel reads nothing
+        values += [bytes(1)] * (2 * isinstance(config, LogitsConfig))
+        values += [got["requests"], got["row_count"]]
         values += [*divisor(-(-got["row_count"] // config.rows)), *divisor(got["blocks"])]
         values += [at(got["starts"]), at(got["ends"]), got["end_request"], got["limit"], got["out"].shape[1]]
         values += [got["shifts"], got["skip"], at(got["scales"]), got["page_stride"]]
         values += [*divisor(-(-got["page_rows"] // config.box)), got["pages"], got["limit"]]
         values += [at(got["table"]), got["table_stride"], got["table_columns"]]
         values += [at(got["weights"].data_ptr()), got["weights"].stride(0) * 4]
-        values += [at(got["q_scale"]), got["q_scale_request"], got["q_scale_row"]]
+        if isinstance(self.key, BlackwellLogitsKey):
+            values += [at(got["q_scale"]), got["q_scale_request"], got["q_scale_row"]]
         values += [self.out, self.stride * 4, got["clean"]]
         maps = {QUERY_MAP: query_map, KEY_MAP: key_map}
         return pack(program, values), {PARAMETERS + program.parameters[i].offset: map_ for i, map_ in maps.items()}
@@ -110,9 +115,10 @@ class Scores:
         blocks = self.got["blocks"]
         options |= {"blocks": blocks, "size": self.key.smem_bytes, "tensor_maps": maps}
         counts = run_grid(program, parameters, memory, **options)
-        loads = [program.find(rf"^tcgen05\.ld\..*\.x{columns}\.") for columns in ("4", r"\d\d")]
-        again, once = (sum(counts[op.number] for op in ops) for ops in loads)
-        self.made_again = again * 4 / (once * (32 if self.key.heads % 32 == 0 else 16))
+        if isinstance(self.key, BlackwellLogitsKey):
+            loads = [program.find(rf"^tcgen05\.ld\..*\.x{columns}\.") for columns in ("4", r"\d\d")]
+            again, once = (sum(counts[op.number] for op in ops) for ops in loads)
+            self.made_again = again * 4 / (once * (32 if self.key.heads % 32 == 0 else 16))
         rows, columns = self.got["out"].shape
         scores = memory.get(self.out, (rows, self.stride), np.float32)
         start = self.out - memory.BASE

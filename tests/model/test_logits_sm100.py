@@ -15,6 +15,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels import formats
 from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
+from cute_kernels.indexer.hopper.logits import LogitsKey
 from tests import oracle
 from tests.compile.reports import compile_report
 from tests.helpers import poisoned_pool
@@ -38,7 +39,7 @@ STALE = "bytes of an operand are of different versions", "bytes of an operand th
 
 
 @functools.cache
-def program(key: BlackwellLogitsKey) -> Program:
+def program(key: BlackwellLogitsKey | LogitsKey) -> Program:
     return parse(compile_report(key).ptx)
 
 
@@ -113,7 +114,7 @@ def test_contiguous(key: BlackwellLogitsKey, width: int, seed: int) -> None:
 
 
 def check_contiguous(
-    key: BlackwellLogitsKey,
+    key: BlackwellLogitsKey | LogitsKey,
     width: int,
     seed: int,
     ptx: Program,
@@ -124,19 +125,19 @@ def check_contiguous(
 ) -> None:
     """Of so many rows and keys; two rows more than a group has, if it is not said how many."""
     rng = np.random.default_rng(seed)
-    rows = rows or key.rows + 2
-    q, k = (Rows.make(rng, key.mxfp4, *lead) for lead in ((rows, key.heads), (count,)))
+    rows, mxfp4 = rows or key.rows + 2, isinstance(key, BlackwellLogitsKey) and key.mxfp4
+    q, k = (Rows.make(rng, mxfp4, *lead) for lead in ((rows, key.heads), (count,)))
     weights = some_weights(rng, rows, key.heads)
     bad_key, bad_row = 140, 1
     exact, size = scores(q, k, weights)
-    (k.scales if key.mxfp4 else k.codes)[bad_key, 2] = 0xFF
-    (q.scales if key.mxfp4 else q.codes)[bad_row, 5, 1] = 0xFF
+    (k.scales if mxfp4 else k.codes)[bad_key, 2] = 0xFF
+    (q.scales if mxfp4 else q.codes)[bad_row, 5, 1] = 0xFF
     start, end = meaning.ranges(rows, count, seed)
     start[2:4], end[2:4] = torch.tensor([60, 3]), torch.tensor([280, count])
     out = torch.empty(rows, width or count)
     args = {
         "q": q.tensor(),
-        "q_scale": q.words() if key.mxfp4 else None,
+        "q_scale": q.words() if mxfp4 else None,
         "k": k.tensor(),
         "k_scale": k.words(),
         "weights": torch.from_numpy(weights),
@@ -150,7 +151,7 @@ def check_contiguous(
     assert call.key == key
     got, written = call.run(ptx, seed=seed, **options)
     # of the bad row, of the bad key's neighbours, and of no others
-    assert 0 < call.made_again < 0.8
+    assert isinstance(key, LogitsKey) or 0 < call.made_again < 0.8
     assert (written == 1).all()
     for row in range(rows):
         shift = int(start[row]) if width else 0
@@ -324,35 +325,43 @@ def check_paged(got: np.ndarray, written: np.ndarray, paged: Paged, q: Rows, wei
 def test_pages(key: BlackwellLogitsKey, fmt: Any, page_rows: int, clean: bool, seed: int) -> None:
     """Lengths that differ between rows, are none, negative, or longer than the table and the columns; pages that are
     not there."""
+    check_pages(key, fmt, page_rows, clean, seed)
+
+
+def check_pages(
+    key: BlackwellLogitsKey | LogitsKey, fmt: Any, page_rows: int, clean: bool, seed: int, next_n: int = 0
+) -> None:
+    """Of requests of so many rows; as many as a group has, if it is not said how many."""
     rng = np.random.default_rng(seed)
     columns = 450
     longest = np.array([[333], [0], [HIGH], [-5], [129]], np.int32)
-    lens = np.concatenate([np.where(longest > 300, longest - i * 70, longest - i) for i in range(key.rows)], 1)
+    numbers = range(next_n or key.rows)
+    lens = np.concatenate([np.where(longest > 300, longest - i * 70, longest - i) for i in numbers], 1)
     paged = Paged.make(rng, fmt, page_rows, lens.astype(np.int32), columns)
     paged.table[0, 1] = -1
     paged.table = paged.table[:, : -1 if page_rows == 64 else None].copy()
     args, q, weights = paged_call(rng, paged, fmt, key.heads, columns, clean)
-    call = Scores.of("paged_mqa_logits", args, 4)
+    call = Scores.of("paged_mqa_logits", args, 4, key.arch)
     assert call.key == key
     got, written = call.run(program(key), seed=seed)
     check_paged(got, written, paged, q, weights, clean)
 
 
-def many_tiles(key: BlackwellLogitsKey, fmt: Any, ptx: Program, events: Any = None) -> None:
+def many_tiles(key: BlackwellLogitsKey | LogitsKey, fmt: Any, ptx: Program, events: Any = None) -> None:
     """A call with more tiles in a block than stages, and, of one row, more groups than a warp has threads; a key is
     NaN."""
     rng = np.random.default_rng(7)
-    skip, most = 20, (key.config.stages + 3) * 128
+    skip, most = 20, (key.config.stages + 3) * key.config.keys
     lens = np.full((34 if key.rows == 1 else 6, key.rows), 20, np.int32)
     lens[1], lens[4], lens[-1], lens[2] = 200, most, 130, 0
     paged = Paged.make(rng, fmt, 64, lens, most)
     # of its neighbours the sums are made again
     paged.spoil(paged.place(4, 200))
     args, q, weights = paged_call(rng, paged, fmt, key.heads, most, False)
-    call = Scores.of("paged_mqa_logits", args, 1, skip=skip)
+    call = Scores.of("paged_mqa_logits", args, 1, key.arch, skip)
     assert call.key == key
     got, written = call.run(ptx, seed=1, laziness=0.8, events=events)
-    assert 0 < call.made_again < 0.2
+    assert isinstance(key, LogitsKey) or 0 < call.made_again < 0.2
     paged.lens = np.where(lens > skip, lens, 0)
     check_paged(got, written, paged, q, weights, False)
 
@@ -368,6 +377,10 @@ def many_tiles(key: BlackwellLogitsKey, fmt: Any, ptx: Program, events: Any = No
 def test_many_tiles_in_one_block(key: BlackwellLogitsKey, fmt: Any) -> None:
     """All rings go round, with as many groups as have to be counted first; rows that see few keys are not scored. In
     other orders, too, nothing hangs, and nothing meets that has to be kept apart."""
+    check_many_tiles(key, fmt)
+
+
+def check_many_tiles(key: BlackwellLogitsKey | LogitsKey, fmt: Any) -> None:
     record = Record(program(key))
     many_tiles(key, fmt, program(key), lambda cluster: record)
     assert record.bank_conflicts() == {op: (many, 0, 0) for op, (many, _, _) in record.bank_conflicts().items()}
