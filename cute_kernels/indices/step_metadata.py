@@ -411,8 +411,9 @@ class StepKernel:
         cta, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // LANES)
         if const_expr(self.has_dependency):
+            # nothing behind starts before all is written: kernels read what describes a step ahead of their waits, and
+            # those in between may let theirs start at once
             cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
 
         if cta < first_of_requests:
             row = cta * THREADS + thread

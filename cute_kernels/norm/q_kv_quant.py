@@ -217,6 +217,9 @@ class NormQuantKernel:
         cta, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         staged = SmemAllocator().allocate_tensor(Float32, cute.make_layout(self.staged_floats))
+        if const_expr(self.has_dependency):
+            # the product behind this kernel takes longer to begin than all that is done here
+            cute.arch.griddepcontrol_launch_dependents()
         if const_expr(self.is_spread):
             token, lane = cta // 2, thread
             # neighbours in the grid take both vectors of a token, which are neighbours in memory
@@ -224,7 +227,6 @@ class NormQuantKernel:
                 factors = self.query.load_weight(q_weight, lane)
                 self.wait()
                 words = self.query.load(qr + Int64(token) * qr_token, lane)
-                self.launch_dependents()
                 scale = self.row_scale(self.query, words, lane, staged, eps)
                 vectors = self.normed_query(words, factors, scale, lane, query + Int64(token) * query_token)
                 exponents = self.exponents(vectors)
@@ -234,7 +236,6 @@ class NormQuantKernel:
                 factors = self.kv.load_weight(kv_weight, lane)
                 self.wait()
                 words = self.kv.load(kv + Int64(token) * kv_token, lane)
-                self.launch_dependents()
                 scale = self.row_scale(self.kv, words, lane, staged, eps)
                 self.kv.store(kv_out + Int64(token) * kv_out_token, lane, words, factors, scale, None)
         else:
@@ -246,7 +247,6 @@ class NormQuantKernel:
             self.wait()
             kv_words = self.kv.load(kv + source * kv_token, lane)
             words = self.query.load(qr + source * qr_token, lane)
-            self.launch_dependents()
             # a branch keeps the loads together: the assembler would begin to sum before the last one is asked for
             if token < tokens:
                 scale = self.row_scale(self.kv, kv_words, lane, staged, eps)
@@ -270,10 +270,6 @@ class NormQuantKernel:
         """Behind it lies everything that earlier kernels may write; weights are constant, and asked for before."""
         if self.has_dependency:
             cute.arch.griddepcontrol_wait()
-
-    def launch_dependents(self) -> None:
-        if self.has_dependency:
-            cute.arch.griddepcontrol_launch_dependents()
 
     def row_scale(self, row: Row, words: Any, lane: Any, staged: Any, eps: Any) -> Any:
         """What a row is multiplied by. All threads of a CTA must call where it takes a row."""

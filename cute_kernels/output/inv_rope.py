@@ -220,8 +220,9 @@ class InvRopeKernel:
             starts.append(o + source * o_token + number * o_head + Int64(lane * 16))
         position_at = positions + source * position_stride
         if const_expr(self.has_dependency):
-            cute.arch.griddepcontrol_wait()
+            # the product behind this kernel takes longer to begin than all that is done here
             cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
 
         # the loads from the table wait for the position, so it comes first
         position = ptx.load_global_s64_in_order(position_at)

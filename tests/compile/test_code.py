@@ -119,9 +119,10 @@ class Row:
     first: tuple[str, str] | None = None
 
 
-def waits(arch: str, count: int = 1) -> dict[str, int]:
-    """Of kernels that wait so often, and let the next one start as often."""
-    return dict.fromkeys((WAIT, NEXT), count * (arch_number(arch) >= DEPENDENT_LAUNCH_ARCH))
+def waits(arch: str, count: int = 1, starts: int | None = None) -> dict[str, int]:
+    """Of kernels that wait so often, and let the next one start as often, or `starts` times."""
+    has_dependency = arch_number(arch) >= DEPENDENT_LAUNCH_ARCH
+    return {WAIT: count * has_dependency, NEXT: (count if starts is None else starts) * has_dependency}
 
 
 def of_threads(threads: int) -> int:
@@ -237,7 +238,7 @@ def norms_with_codes() -> Iterator[Row]:
             vectors = [1, 1] if key.spread else [-(-width // 256) for width in (key.width, key.kv_width)]
             most = of_threads(threads) if key.spread else of_bytes_in_flight(64_000, threads, 16 * sum(vectors))
             ptx = {LOAD_CTA: 2 * sum(vectors), STORE_16: vectors[1], STORE_8: vectors[0]}
-            yield Row(key, most, ptx | waits(arch, 1 + key.spread), absent=ROUNDED, threads=threads)
+            yield Row(key, most, ptx | waits(arch, 1 + key.spread, 1), absent=ROUNDED, threads=threads)
     for fields in (
         *((8, True, 2048, True, True, True), (8, True, 2048, True, True, False), (2048, True, 24, False, True, False)),
         *((200, False, 512, True, False, True), (1032, False, 512, True, False, False)),
