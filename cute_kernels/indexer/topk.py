@@ -48,6 +48,7 @@ from cutlass.memory import SmemAllocator
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.reduce import lanes_prefix, lanes_sum, pairwise
 from cute_kernels.dsl.tensor import address, stride_bytes
+from cute_kernels.indexer.topk_slots import Slots
 from cute_kernels.runtime.arch import arch_number
 from cute_kernels.runtime.compile import KernelKey
 
@@ -95,9 +96,6 @@ steps at most, not 11, some others 4 more."""
 RANKED_AT_ONCE = 8
 """Elements of the list with which a lane compares its own one before it looks for more."""
 
-PAGES_AT_ONCE = 4
-"""Pages that a lane asks for before it uses one."""
-
 
 # ---- shared memory
 
@@ -130,6 +128,12 @@ class TopKConfig:
     def is_streamed(self) -> bool:
         """Whether a row's bound is guessed by its first tile, and what reaches it kept of all tiles as they come."""
         return self.tiles > 1 and self.cluster == 1
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether candidates of a streamed row get their scores from registers, tile by tile, and not from memory when
+        all are listed. With 32 registers to choose from that is as slow, and slower for rows of two or three tiles."""
+        return self.is_streamed and self.vectors <= 4
 
     @property
     def tile(self) -> int:
@@ -378,53 +382,6 @@ NOWHERE = 0x7FFFFFFF
 """After all places."""
 
 
-class Slots(NamedTuple):
-    """The row of a block table that turns a request's entries into slots of its cache.
-
-    table        address of the table; 0: entries are written as they are
-    stride       of its rows in bytes
-    request      number of the row; its address, which takes two registers, is made where it is used
-    columns      of the table
-    rows         of a page, as a divisor
-    named_pages  pages of which int32 can name a row; unsigned
-    """
-
-    table: Any
-    stride: Any
-    request: Any
-    columns: Any
-    rows: Any
-    named_pages: Any
-
-    def load_page(self, entry: Any, is_wanted: Any) -> tuple[Any, Any]:
-        """(page, row of the page) of an entry >= 0; the page is negative if there is none or it is not wanted."""
-        column, row = divmod(entry, self.rows)
-        is_inside = is_wanted & (column < self.columns)
-        source = self.table + Int64(self.request) * self.stride + Int64(column) * 4
-        return ptx.load_global_s32_where(is_inside, source, is_shared=True), row
-
-    def slot(self, found: tuple[Any, Any]) -> Any:
-        """int32 slot of what `look_up` found, -1 if there is none or int32 cannot name it."""
-        page, row = found
-        # of the last named page a slot may pass 2^31, but not 2^32
-        slot = ptx.value_below(page, self.named_pages, page * self.rows.divisor + row)
-        return cutlass.max(slot, Int32(-1))
-
-    @cute.jit
-    def write(self, entries: Int32, first: Int32, step: cutlass.Constexpr, stop: Int32, out: Int64) -> None:
-        """Write the slots of the entries listed at this address, up to number `stop`, of which a thread has every
-        step-th one from `first` on: neighbours by neighbouring lanes, and as many pages under way as there can be."""
-        for start in cutlass.range(first, stop, step * PAGES_AT_ONCE, unroll=1):
-            found = []
-            for i in range_constexpr(PAGES_AT_ONCE):
-                number = start + step * i
-                entry = ptx.load_shared_s32(entries + cutlass.min(number, stop - 1) * 4)
-                found.append(self.load_page(entry, number < stop))
-            for i in range_constexpr(PAGES_AT_ONCE):
-                number = start + step * i
-                ptx.store_global_s32(out + Int64(number) * 4, self.slot(found[i]), number < stop)
-
-
 class Picks:
     """Of a row: bits of places that are picked, bits of others of which some are, and a list of the latter."""
 
@@ -637,16 +594,15 @@ class RowPicks:
         top, bound, listed = Uint32(NAN_ORDER), Uint32(LOWEST_ORDER), Int32(0)
         if const_expr(not self.config.is_streamed):
             top, bound = self.bound_of_tiles(here, part, part.tiles, scores, best, groups, share)
-            listed = self.list_tiles(here, part, scores, bound)
+            listed, _first = self.list_tiles(here, part, scores, bound)
         else:
             self.ask(here, part, Int32(1))
             bound = self.bound_of_sample(here, part, scores, best, k)
-            listed = self.list_tiles(here, part, scores, bound)
-            top, total = self.bins.agree(here, self.complete(here, part, listed), listed, self.length)
+            listed, first = self.list_tiles(here, part, scores, bound)
+            top, total = self.bins.agree(here, first, listed, self.length)
             if total < k:
                 top, bound = self.bound_of_tiles(here, part, part.tiles, scores, best, groups, share)
-                listed = self.list_tiles(here, part, scores, bound)
-                self.complete(here, part, listed)
+                listed, _first = self.list_tiles(here, part, scores, bound)
         scale = finest(top, bound)
         low, shift = scale.low, scale.shift
         self.count(here, part, listed, low, shift, self.config.is_streamed)
@@ -743,18 +699,23 @@ class RowPicks:
         return value
 
     @cute.jit
-    def list_tiles(self, here: Here, part: Part, scores: cute.Tensor, bound: Uint32) -> Int32:
-        """List the candidates of all tiles, of which the first is loaded: how many a warp has."""
-        listed = Int32(0)
+    def list_tiles(self, here: Here, part: Part, scores: cute.Tensor, bound: Uint32) -> tuple[Any, Any]:
+        """List the candidates of all tiles, of which the first is loaded: (how many a warp has, the smallest of their
+        orders if the row is streamed)."""
+        listed, first = Int32(0), Uint32(NAN_ORDER)
         for tile in cutlass.range(part.tiles, unroll=1):
             if const_expr(self.config.tiles > 1):  # noqa: SIM102
                 if tile > 0:
                     if const_expr(self.config.is_streamed):
                         self.ask(here, part, tile + 1)
                     self.load(here, part, tile, scores)
-            listed = self.collect(here, part, tile, scores, bound, listed)
+            listed, first = self.collect(here, part, tile, scores, bound, listed, first)
         cute.arch.sync_warp()
-        return listed
+        if const_expr(self.config.is_chosen):
+            first = Uint32(cute.arch.warp_redux_sync(first, "min"))
+        elif const_expr(self.config.is_streamed):
+            first = self.complete(here, part, listed)
+        return listed, first
 
     @cute.jit
     def complete(self, here: Here, part: Part, listed: Int32) -> Uint32:
@@ -874,8 +835,11 @@ class RowPicks:
         return Int32(cute.arch.warp_redux_sync(number, "add"))
 
     @cute.jit
-    def collect(self, here: Here, part: Part, tile: Int32, scores: cute.Tensor, bound: Uint32, listed: Int32) -> Int32:
-        """List a tile's candidates after those that are listed, as far as they fit: how many there are now."""
+    def collect(
+        self, here: Here, part: Part, tile: Int32, scores: cute.Tensor, bound: Uint32, listed: Int32, first: Uint32
+    ) -> tuple[Any, Any]:
+        """List a tile's candidates after those that are listed, as far as they fit: (how many there are now, the
+        smallest of `first` and of a thread's orders, where the list gets them here)."""
         least, number = ptx.of_descending_order(bound), Int32(0)
         chunk = self.first_chunk(here, part, tile)
         place = chunk * CHUNK + here.lane * 4
@@ -889,11 +853,17 @@ class RowPicks:
             number = cute.arch.popc(marks)
             sums = listed + lanes_prefix(number)
             marks = marks if sums <= self.length else Int32(0)
-            target = here.at + LIST + (here.warp * self.length + sums - number) * 8 + 4
+            target = here.at + LIST + (here.warp * self.length + sums - number) * 8
             while marks != 0:
                 bit = 31 - Int32(cute.arch.clz(marks))
                 marks = marks ^ (Int32(1) << bit)
-                ptx.store_shared_s32(target, place + (bit >> 2) * part.step + (bit & 3))
+                column = place + (bit >> 2) * part.step + (bit & 3)
+                if const_expr(self.config.is_chosen):
+                    order = Uint32(ptx.descending_order(self.chosen(scores, bit)))
+                    first = Uint32(cutlass.min(first, order))
+                    ptx.store_shared_64(target, Int32(order), column)
+                else:
+                    ptx.store_shared_s32(target + 4, column)
                 target += 8
         else:
             for i in range_constexpr(4 * self.vectors):
@@ -904,7 +874,15 @@ class RowPicks:
             for i in range_constexpr(4 * self.vectors):
                 column = place + (i // 4 * part.step + i % 4)
                 target = ptx.append_where_at_least(target, scores[i], least, column)
-        return cute.arch.shuffle_sync(sums, 31)
+        return cute.arch.shuffle_sync(sums, 31), first
+
+    def chosen(self, scores: Any, number: Any) -> Any:
+        """One of a thread's scores: registers have no numbers."""
+        found = [scores[i] for i in range(4 * self.vectors)]
+        for level in range(len(found).bit_length() - 1):
+            is_odd = (number >> level) & 1 != 0
+            found = [cutlass.select_(is_odd, *found[i : i + 2][::-1]) for i in range(0, len(found), 2)]
+        return found[0]
 
     def count(self, here: Here, part: Part, listed: Int32, low: Uint32, shift: Int32, has_orders: bool = True) -> None:
         """Count the warp's candidates in bins. has_orders: the list has orders, not scores; it has them afterwards."""

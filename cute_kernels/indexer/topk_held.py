@@ -49,11 +49,11 @@ from cute_kernels.indexer.topk import (
     Here,
     Part,
     Scale,
-    Slots,
     TopKKernel,
     TopKKey,
     finest,
 )
+from cute_kernels.indexer.topk_slots import Slots
 
 # ---- config
 
