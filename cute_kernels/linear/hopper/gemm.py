@@ -9,7 +9,7 @@ tensor cores work for another. Scales, which may lie anywhere, go from memory to
 
     warps 0 .. 4 W - 1    W consumer warpgroups: wgmma, promotion, epilogue. Of the tile's rows, warpgroup w has 64 from
                           64 w on, and with more `waves` 64 of every 64 W: one product of 64 rows after the other
-    warp 4 W              producer: `b` before the dependency is waited for, then `a` and `b`
+    warp 4 W              producer: a dependent's first `b` before it waits for the kernel ahead, then `a` and `b`
     (three more warps complete the warpgroup, whose registers the consumers get)
 
     stage                 a [rows, 128 bytes of K], b [columns, 128 bytes of K], both with the 128-byte swizzle
@@ -334,6 +334,7 @@ class GemmKernel:
             length(out, 1),
             length(out, 2),
             cute.ceil_div(length(a, 2), self.chunk),
+            Int32(use_pdl),
             squares,
         )
         kernel.launch(
@@ -394,19 +395,18 @@ class GemmKernel:
         cute.copy(copy, source[None, column_tile, chunk, group], target[None, stage], tma_bar_ptr=full)
 
     @cute.jit
-    def produce(self, work: Any, ring: Any, a: Any, b: Any) -> None:
+    def produce(self, work: Any, ring: Any, a: Any, b: Any, is_dependent: Any) -> None:
         """Fill the ring with the chunks of all work tiles. By one warp."""
         tile = work.coords(work.first)
-        # b is a constant operand: that of the first chunk is on its way before the kernel ahead has ended. More of it
-        # would delay the first chunk's rows: what memory is asked for first comes first
-        ahead = cutlass.min(work.chunks, self.stages)
+        # b is a constant operand: a dependent's is on its way before the kernel ahead has ended. Where there is none to
+        # wait for, chunks come one after the other: the first one's rows would queue behind all of b
+        ahead = cutlass.min(work.chunks, Int32(self.stages) if is_dependent != 0 else Int32(1))
         if work.first < work.end:
-            self.load_b(b, tile, work.first_chunk, Int32(0), ring.full(0))
+            for chunk in cutlass.range(ahead, unroll=1):
+                self.load_b(b, tile, work.first_chunk + chunk, chunk, ring.full(chunk))
         cute.arch.griddepcontrol_wait()
         if work.first < work.end:
-            self.load_a(a, tile, work.first_chunk, Int32(0), ring.full(0))
-            for chunk in cutlass.range(1, ahead, 1, unroll=1):
-                self.load_b(b, tile, work.first_chunk + chunk, chunk, ring.full(chunk))
+            for chunk in cutlass.range(ahead, unroll=1):
                 self.load_a(a, tile, work.first_chunk + chunk, chunk, ring.full(chunk))
         stage, phase = ahead % self.stages, ahead // self.stages
         first_chunk = ahead
@@ -733,6 +733,7 @@ class GemmKernel:
         groups: Int32,
         columns: Int32,
         chunks: Int32,
+        is_dependent: Int32,
         squares: Any,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
@@ -798,7 +799,7 @@ class GemmKernel:
             if warp == self.warpgroups * 4:
                 a_memory = (a_copy, *self.partition(a_copy, a_source, a, self.rows))
                 b_memory = (b_copy, *self.partition(b_copy, b_source, b, self.columns))
-                self.produce(work, ring, a_memory, b_memory)
+                self.produce(work, ring, a_memory, b_memory, is_dependent)
             if const_expr(self.splits > 1):
                 cute.arch.cluster_wait()
         else:
