@@ -183,6 +183,7 @@ def swap_ab(operands: str, output: str, tokens: int, splits: int, cooperative: b
 
 CASES: dict[str, tuple[Key, Call, int]] = {
     "two splits": (gemm("e4m3", "bf16", 64, 64, 2), Call(70, 1, 80, 7, seed=1), 4),
+    "a split without chunks": (gemm("e4m3", "bf16", 64, 64, 2), Call(70, 1, 80, 1, seed=16), 4),
     "four splits": (gemm("e4m3", "fp32", 64, 64, 4), Call(3, 2, 72, 9, seed=2), 4),
     "two warpgroups": (gemm("e4m3", "bf16", 128, 64, 2), Call(130, 1, 64, 4, seed=3), 2),
     "bf16, four splits": (gemm("bf16", "fp32", 128, 128, 4), Call(100, 1, 144, 13, seed=4), 2),

@@ -823,14 +823,14 @@ class GemmKernel:
             if const_expr(self.is_fp8):
                 scales = Scales.of_rows(a_scale, b_scale, 2 * self.waves)
                 cute.arch.griddepcontrol_wait()
-                if work.first < work.end:
+                if work.chunks > 0 and work.first < work.end:
                     self.start_scales(scales, work, tile, own_row, rows, columns)
             for number in cutlass.range(work.first, work.end, work.step, unroll=1):
                 following = work.coords(number + work.step)
                 if const_expr(self.is_fp8):
                     place = self.consume((mma, mma_more), ring, operands, scales, totals, place, work, late)
                     late = Int32(-1)
-                    if number + work.step < work.end:
+                    if work.chunks > 0 and number + work.step < work.end:
                         self.start_scales(scales, work, following, own_row, rows, columns)
                 else:
                     place = self.consume_bf16((mma, mma_more), ring, operands, totals[0], place, work.chunks)
