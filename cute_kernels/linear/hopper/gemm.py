@@ -520,7 +520,7 @@ class GemmKernel:
         a, b = operands
         stage, phase = place
         depth = const_expr(len(products))
-        under_way = []
+        under_way: list[Any] = []
         for i in range_constexpr(len(chunks)):
             chunk, number = chunks[i]
             if const_expr(self.key.lag > 0) and chunk == late:
