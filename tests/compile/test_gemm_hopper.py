@@ -13,7 +13,7 @@ from cute_kernels.models import MODELS
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.linear import select
-from cute_kernels.linear.hopper.gemm import REGISTERS, GemmKey
+from cute_kernels.linear.hopper.gemm import REGISTERS, SCALED_CHUNKS, GemmKey
 from cute_kernels.runtime.arch import SMEM_BYTES
 from tests.compile.reports import RESERVED, compile_report
 
@@ -45,9 +45,13 @@ def test_the_assembler_waits_for_no_product_on_its_own(key: GemmKey) -> None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
     order = re.findall(r"[QH]GMMA|WARPGROUP\.DEPBAR", report.sass)
     product = "QGMMA" if key.operands == "e4m3" else "HGMMA"
-    together = [product] * (4 * key.depth) + ["WARPGROUP.DEPBAR"] * key.depth
-    alone = [product] * 4 + ["WARPGROUP.DEPBAR"]
-    assert order == (together + alone if key.depth > 1 else alone * key.waves)
+    multiply, wait = [product] * 4, ["WARPGROUP.DEPBAR"]
+    alone = (multiply + wait) * key.waves
+    if key.operands == "bf16":
+        assert order == (multiply * key.depth + wait * key.depth + alone if key.depth > 1 else alone)
+        return
+    together = multiply * key.depth + (wait + multiply) * (SCALED_CHUNKS - key.depth) + wait * key.depth
+    assert order == (together if key.depth > 1 else alone * SCALED_CHUNKS) + alone
 
 
 @pytest.mark.parametrize("key", [*KEYS, *SPLITS, *SQUARES, *BF16], ids=name)

@@ -38,6 +38,11 @@ def load_global_128_weak(address: Any) -> tuple[Any, Any, Any, Any]:
     )
 
 
+def load_global_f32_weak(address: Any) -> Any:
+    """sm_70 and up. As load_global_128_weak: an fp32."""
+    return inline_ptx("ld.global.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[Int64(address)])
+
+
 def load_global_64_again(address: Any) -> tuple[Any, Any]:
     """sm_70 and up. As load_global_128_again: 8 bytes, 8-byte aligned."""
     return inline_ptx(

@@ -3,18 +3,16 @@
 dot(a[t, c], b[n, c]), by groups; or, of bf16 operands, a plain product.
 
 A persistent CTA walks over work tiles of [rows, columns] results. Its producer warp brings a chunk of the tile's rows
-of `a` and of `b` by bulk tensor copies into a ring of stages, and another warp their scales, which may lie anywhere, by
-asynchronous ones. Consumer warpgroups multiply: the tensor cores sum a chunk with about 14 bits, its products are
-scaled and added to fp32 totals (promoted). While one warpgroup promotes, the tensor cores work for another.
+of `a` and of `b` by bulk tensor copies into a ring of stages. Consumer warpgroups multiply: the tensor cores sum a
+chunk with about 14 bits, its products are scaled and added to fp32 totals (promoted). While one warpgroup promotes, the
+tensor cores work for another. Scales, which may lie anywhere, go from memory to the registers of those who promote.
 
     warps 0 .. 4 W - 1    W consumer warpgroups: wgmma, promotion, epilogue. Of the tile's rows, warpgroup w has 64 from
                           64 w on, and with more `waves` 64 of every 64 W: one product of 64 rows after the other
-    warp 4 W              producer: `b` before the dependency is waited for, then `a` and `b`
-    warp 4 W + 1          scales
-    (two more warps complete the warpgroup, whose registers the consumers get)
+    warp 4 W              producer: a dependent's first `b` before it waits for the kernel ahead, then `a` and `b`
+    (three more warps complete the warpgroup, whose registers the consumers get)
 
-    stage                 a [rows, 128 bytes of K], b [columns, 128 bytes of K], both with the 128-byte swizzle; e4m3:
-                          fp32 scales of the rows, then that of the columns
+    stage                 a [rows, 128 bytes of K], b [columns, 128 bytes of K], both with the 128-byte swizzle
 
 bf16 operands have no scales: the tensor cores add up all chunks, of 64 columns, in one fp32 accumulator.
 
@@ -75,8 +73,17 @@ REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
 multiprocessor. One consumer warpgroup needs no other split than the even one."""
 
 
+SHARED_BYTES = 226 * 1024
+"""Of a multiprocessor, for two CTAs: each takes 1 KB more for the system."""
+
 START = 1
 """Barrier that the second warpgroup waits at before its first work tile, with `lag`."""
+
+WITHIN_QUAD = 0x1C1F
+"""Lanes that a shuffle reads: those of the own four neighbours."""
+
+SCALED_CHUNKS = 4
+"""Chunks whose scales a quad of lanes loads at a time, each lane those of one."""
 
 STAGED_ROWS, STAGED_COLUMNS = 16, 64
 """Of a bf16 result: what a warp copies out at a time, 128 bytes of each row."""
@@ -128,11 +135,6 @@ class GemmKey(KernelKey):
         return (self.rows + self.columns) * CHUNK_BYTES
 
     @property
-    def scales_per_stage(self) -> int:
-        """The next stage's are 16-byte aligned again."""
-        return self.rows + 4 if self.operands == "e4m3" else 0
-
-    @property
     def result_bytes(self) -> int:
         """Of a work tile, on its way out through shared memory."""
         return self.rows * self.columns * 2 if self.staged else 0
@@ -145,15 +147,18 @@ class GemmKey(KernelKey):
     @property
     def smem_bytes(self) -> int:
         bars = self.stages * barriers.BYTES_PER_STAGE + (self.warpgroups * 8 if self.splits > 1 else 0)
-        before = round_up(bars, 16) + self.stages * self.scales_per_stage * 4
         received = self.warpgroups * self.received_bytes
-        return round_up(before, 1024) + self.stages * self.stage_bytes + self.result_bytes + received
+        return round_up(bars, 1024) + self.stages * self.stage_bytes + self.result_bytes + received
+
+    @property
+    def ctas_per_multiprocessor(self) -> int:
+        """Two where shared memory holds them; then a thread has at most half of the registers."""
+        return 2 if 2 * self.smem_bytes <= SHARED_BYTES else 1
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        scales = ("cp.async",) if self.operands == "e4m3" else ()
         together = ("barrier.cluster",) if self.splits > 1 else ()
-        return "wgmma", "tma.load", *scales, *together, "mbarrier", "griddepcontrol"
+        return "wgmma", "tma.load", *together, "mbarrier", "griddepcontrol"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         def tensor(dtype: Any, divisibility: int, align: int, dense: bool = True) -> Any:
@@ -197,6 +202,60 @@ class Squares(NamedTuple):
                 row = first + 8 * half
                 target = self.address + Int64(row) * self.row_bytes + block * 4
                 ptx.store_global_s32(target, total.bitcast(Int32), lane % 4 == 0 and row < rows)
+
+
+class Scales(NamedTuple):
+    """What a thread's products are multiplied with: for each of its rows, the row's scale times that of the columns. A
+    quad of lanes has the same rows; of every four chunks, lane i of it has the factors of number i.
+
+    a, b      where all scales are
+    factors   of four chunks, by rows
+    loaded    of the next four: the rows' scales, then that of the columns
+    sources   address of each of these, of chunk 0
+    """
+
+    a: Strided
+    b: Strided
+    factors: Any
+    loaded: Any
+    sources: Any
+
+    @classmethod
+    def of_rows(cls, a: Strided, b: Strided, count: int) -> Scales:
+        loaded, sources = (cute.make_rmem_tensor((count + 1,), dtype) for dtype in (Float32, Int64))
+        return cls(a, b, cute.make_rmem_tensor((count,), Float32), loaded, sources)
+
+    @cute.jit
+    def start(self, work: Any, group: Any, rows: Any, block: Any) -> None:
+        """Begin a work tile: load the scales of its first four chunks."""
+        for i in range_constexpr(len(rows)):
+            self.sources[i] = self.a.at(rows[i], group)
+        self.sources[len(rows)] = self.b.at(group, block)
+        self.load(work, Int32(0))
+
+    @cute.jit
+    def load(self, work: Any, first: Any) -> None:
+        # beyond the last chunk there is nothing to load, and nobody asks for it
+        local = cutlass.min(first + cute.arch.lane_idx() % SCALED_CHUNKS, work.chunks - 1)
+        chunk = Int64(work.first_chunk + local)
+        last = const_expr(cute.size(self.factors))
+        for i in range_constexpr(last + 1):
+            stride = self.b.strides[2] if const_expr(i == last) else self.a.strides[2]
+            self.loaded[i] = ptx.load_global_f32_weak(self.sources[i] + chunk * stride)
+
+    @cute.jit
+    def advance(self, work: Any, first: Any) -> None:
+        """Go on to the four chunks from `first` on, and load the scales of those behind them."""
+        last = const_expr(cute.size(self.factors))
+        for i in range_constexpr(last):
+            self.factors[i] = self.loaded[i] * self.loaded[last]
+        if first + SCALED_CHUNKS < work.chunks:
+            self.load(work, first + SCALED_CHUNKS)
+
+    def of_chunk(self, number: Any) -> list[Any]:
+        """The factors of the rows, of one of the four chunks."""
+        count = cute.size(self.factors)
+        return [cute.arch.shuffle_sync(self.factors[i], number, mask_and_clamp=WITHIN_QUAD) for i in range(count)]
 
 
 class TileScheduler(NamedTuple):
@@ -275,13 +334,15 @@ class GemmKernel:
             length(out, 1),
             length(out, 2),
             cute.ceil_div(length(a, 2), self.chunk),
+            Int32(use_pdl),
             squares,
         )
         kernel.launch(
             grid=[ctas, 1, 1],
             block=[self.key.threads, 1, 1],
             cluster=[self.splits, 1, 1],
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.key.ctas_per_multiprocessor,
+            preferred_smem_carveout=100,
             stream=stream,
             use_pdl=use_pdl,
         )
@@ -334,11 +395,12 @@ class GemmKernel:
         cute.copy(copy, source[None, column_tile, chunk, group], target[None, stage], tma_bar_ptr=full)
 
     @cute.jit
-    def produce(self, work: Any, ring: Any, a: Any, b: Any) -> None:
+    def produce(self, work: Any, ring: Any, a: Any, b: Any, is_dependent: Any) -> None:
         """Fill the ring with the chunks of all work tiles. By one warp."""
         tile = work.coords(work.first)
-        # b is a constant operand: of the first work tile it is on its way before the kernel ahead has ended
-        ahead = cutlass.min(work.chunks, self.stages)
+        # b is a constant operand: a dependent's is on its way before the kernel ahead has ended. Where there is none to
+        # wait for, chunks come one after the other: the first one's rows would queue behind all of b
+        ahead = cutlass.min(work.chunks, Int32(self.stages) if is_dependent != 0 else Int32(1))
         if work.first < work.end:
             for chunk in cutlass.range(ahead, unroll=1):
                 self.load_b(b, tile, work.first_chunk + chunk, chunk, ring.full(chunk))
@@ -358,58 +420,62 @@ class GemmKernel:
                 stage, phase = barriers.advance(stage, phase, self.stages)
             first_chunk = Int32(0)
 
-    @cute.jit
-    def copy_scales(
-        self, work: Any, ring: Any, scales: Any, a_scale: Any, b_scale: Any, rows: Any, columns: Any
-    ) -> None:
-        """Fill the ring with the scales of the chunks of all work tiles. By one warp."""
-        lane = cute.arch.lane_idx()
-        cute.arch.griddepcontrol_wait()
-        stage, phase = barriers.start()
-        for number in cutlass.range(work.first, work.end, work.step, unroll=1):
-            group, row_tile, column_tile = work.coords(number)
-            # rows and columns beyond the last have no scales of their own; their results are not stored
-            first = row_tile * self.rows + lane
-            sources = [a_scale.at(cutlass.min(first + i * WARP, rows - 1), group) for i in range(self.rows // WARP)]
-            block = cutlass.min(column_tile * self.columns, columns - 1) // SCALE_BLOCK
-            block_source = b_scale.at(group, block)
-            for local in cutlass.range(work.chunks, unroll=1):
-                chunk = Int64(work.first_chunk + local)
-                ring.wait_empty(stage, phase)
-                target = scales + (stage * self.key.scales_per_stage + lane) * 4
-                for i in range_constexpr(self.rows // WARP):
-                    ptx.copy_async_32(target + i * WARP * 4, sources[i] + chunk * a_scale.strides[2])
-                if lane == 0:
-                    ptx.copy_async_32(target + self.rows * 4, block_source + chunk * b_scale.strides[2])
-                cute.arch.cp_async_mbarrier_arrive_noinc(ring.full(stage))
-                stage, phase = barriers.advance(stage, phase, self.stages)
-        # no lane ends with copies under way
-        cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
-
     # ---- mainloop
+
+    def start_scales(self, scales: Scales, work: Any, tile: Any, own_row: Any, rows: Any, columns: Any) -> None:
+        """Load a consumer thread's first scales of a work tile. Rows and columns beyond the last have none of their
+        own; their results are not stored."""
+        group, row_tile, column_tile = tile
+        first = row_tile * self.rows + own_row
+        apart = [wave * self.warpgroups * wgmma.ROWS + 8 * half for wave in range(self.waves) for half in range(2)]
+        of_rows = [cutlass.min(first + rest, rows - 1) for rest in apart]
+        scales.start(work, group, of_rows, cutlass.min(column_tile * self.columns, columns - 1) // SCALE_BLOCK)
 
     @cute.jit
     def consume(
-        self, mma: Any, ring: Any, operands: Any, scales: Any, totals: Any, place: Any, chunks: Any, late: Any
+        self,
+        mma: Any,
+        ring: Any,
+        operands: Any,
+        scales: Scales,
+        totals: Any,
+        place: Any,
+        work: Any,
+        late: Any,
+        ahead: Any,
     ) -> tuple[Any, Any]:
         """totals = this thread's results of a work tile. By a consumer warpgroup. Returns its next place in the ring.
 
         operands   the memory of `a`, a tile of it for each wave of each stage, and of `b`
         late       before which chunk it lets the second warpgroup start; -1: it does not
+        ahead      the next work tile, for `start_scales`, and whether there is one
         """
+        *ahead, has_next = ahead
         wave_rows = self.warpgroups * wgmma.ROWS
         products = [wgmma.accumulators(mma[0], wave_rows, self.columns) for _ in range(self.depth)]
         stage, phase = place
         for total in totals:
             total.fill(0.0)
-        for step in cutlass.range(chunks // self.depth, unroll=1):
-            if const_expr(self.key.lag > 0) and step == late:
-                cute.arch.barrier_arrive(barrier_id=START, number_of_threads=2 * wgmma.WARPGROUP)
-            stage, phase = self.add_chunks(mma, ring, operands, scales, totals, products, (stage, phase))
-        if const_expr(self.depth > 1):
-            for _ in cutlass.range(chunks % self.depth, unroll=1):
-                stage, phase = self.add_chunks(mma, ring, operands, scales, totals, products[:1], (stage, phase))
+        if work.chunks > 0:
+            ring.wait_full(stage, phase)
+        whole = work.chunks // SCALED_CHUNKS * SCALED_CHUNKS
+        for first in cutlass.range(0, whole, SCALED_CHUNKS, unroll=1):
+            scales.advance(work, first)
+            if first + SCALED_CHUNKS >= work.chunks and has_next:
+                self.start_scales(scales, work, *ahead)
+            chunks = [(first + number, Int32(number)) for number in range(SCALED_CHUNKS)]
+            stage, phase = self.add_chunks(
+                mma, ring, operands, scales, totals, products, (stage, phase), chunks, work.chunks, late
+            )
+        if whole < work.chunks:
+            scales.advance(work, whole)
+            if has_next:
+                self.start_scales(scales, work, *ahead)
+            for chunk in cutlass.range(whole, work.chunks, 1, unroll=1):
+                chunks = [(chunk, chunk - whole)]
+                stage, phase = self.add_chunks(
+                    mma, ring, operands, scales, totals, products[:1], (stage, phase), chunks, work.chunks, late
+                )
         return stage, phase
 
     @cute.jit
@@ -445,48 +511,62 @@ class GemmKernel:
 
     @cute.jit
     def add_chunks(
-        self, mma: Any, ring: Any, operands: Any, scales: Any, totals: Any, products: Any, place: Any
+        self,
+        mma: Any,
+        ring: Any,
+        operands: Any,
+        scales: Scales,
+        totals: Any,
+        products: Any,
+        place: Any,
+        chunks: Any,
+        end: Any,
+        late: Any,
     ) -> tuple[Any, Any]:
-        """Add the next chunks to the totals, one for each of `products`, all under way together."""
+        """Add chunks to the totals: as many as there are `products` are under way together. Their first one has been
+        waited for, and in the end so has the one behind them.
+
+        chunks   of each its number, and which of four it is
+        end      behind the last chunk of the work tile
+        """
         thread = cute.arch.thread_idx()[0]
         lane = thread % WARP
-        own_row = thread // WARP * 16 + lane // 4
         consumer = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         a, b = operands
         stage, phase = place
-        under_way = []
-        for i in range_constexpr(len(products)):
-            ring.wait_full(stage, phase)
-            # loads queue behind the operands that tensor cores read: they come first
-            factors = self.load_factors(scales + stage * (self.key.scales_per_stage * 4), own_row)
-            wgmma.multiply(*mma, products[i], consumer, a, b, stage * self.waves, stage)
-            under_way.append((stage, factors))
+        depth = const_expr(len(products))
+        under_way: list[Any] = []
+        for i in range_constexpr(len(chunks)):
+            chunk, number = chunks[i]
+            if const_expr(self.key.lag > 0) and chunk == late:
+                cute.arch.barrier_arrive(barrier_id=START, number_of_threads=2 * wgmma.WARPGROUP)
+            if const_expr(len(under_way) > 0):
+                ring.wait_full(stage, phase)
+            sums = products[i % depth]
+            wgmma.multiply(*mma, sums, consumer, a, b, stage * self.waves, stage)
+            factors = scales.of_chunk(number)
+            for wave in range_constexpr(1, self.waves):
+                wgmma.wait(0)
+                self.promote(totals[wave - 1], sums, factors[2 * wave - 2 : 2 * wave])
+                wgmma.multiply(*mma, sums, consumer, a, b, stage * self.waves + wave, stage)
+            under_way.append((stage, sums, factors[-2:]))
             stage, phase = barriers.advance(stage, phase, self.stages)
-        for i in range_constexpr(len(products)):
-            used, factors = under_way[i]
-            for wave in range_constexpr(self.waves):
-                wgmma.wait(len(products) - 1 - i)
-                if const_expr(wave == self.waves - 1):
-                    self.release(ring, used, lane)
-                self.promote(totals[wave], products[i], factors[wave])
-                if const_expr(wave < self.waves - 1):
-                    wgmma.multiply(*mma, products[i], consumer, a, b, used * self.waves + wave + 1, used)
+            is_last = const_expr(i == len(chunks) - 1)
+            due = const_expr(len(under_way) if is_last else int(len(under_way) == depth))
+            for _ in range_constexpr(due):
+                used, sums, factors = under_way.pop(0)
+                # the next chunk is waited for while there is a product under way
+                is_alone = const_expr(len(under_way) == 0)
+                if const_expr(is_alone and not is_last) or (const_expr(is_alone) and chunk + 1 < end):
+                    ring.wait_full(stage, phase)
+                wgmma.wait(len(under_way))
+                self.release(ring, used, lane)
+                self.promote(totals[-1], sums, factors)
         return stage, phase
-
-    def load_factors(self, scales: Any, own_row: Any) -> list[tuple[Any, Any]]:
-        """What the products of the thread's two rows of each wave are multiplied with."""
-        column_scale = ptx.load_shared_f32(scales + self.rows * 4)
-        factors = []
-        for wave in range(self.waves):
-            first = scales + (own_row + wave * self.warpgroups * wgmma.ROWS) * 4
-            low, high = (ptx.load_shared_f32(first + 8 * half * 4) for half in range(2))
-            factors.append((low * column_scale, high * column_scale))
-        return factors
 
     @cute.jit
     def release(self, ring: Any, stage: Any, lane: Any) -> None:
-        # one lane arrives for all: they must have read their scales
-        cute.arch.sync_warp()
+        # one lane arrives for all: products that it has waited for are those of its warp
         if lane == 0:
             cute.arch.mbarrier_arrive(ring.empty(stage))
 
@@ -668,6 +748,7 @@ class GemmKernel:
         groups: Int32,
         columns: Int32,
         chunks: Int32,
+        is_dependent: Int32,
         squares: Any,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
@@ -684,11 +765,6 @@ class GemmKernel:
         bars: Any = None
         if const_expr(self.splits > 1):
             bars = smem.allocate_array(Int64, self.warpgroups)
-        scales = Int32(0)
-        if const_expr(self.is_fp8):
-            scales = smem.allocate_tensor(
-                Float32, cute.make_layout(self.key.scales_per_stage * self.stages), byte_alignment=16
-            ).iterator.toint()
         a = smem.allocate_tensor(self.operand, a_tiles.outer, byte_alignment=1024, swizzle=a_tiles.inner)
         b = smem.allocate_tensor(self.operand, b_tiles.outer, byte_alignment=1024, swizzle=b_tiles.inner)
         staging = None
@@ -707,8 +783,8 @@ class GemmKernel:
             for copy in (a_copy, b_copy):
                 cpasync.prefetch_descriptor(copy)
         if thread == 0:
-            # one arrival announces the bytes, one per lane its scales; every warp that uses a stage releases it
-            ring.initialize(1 + (WARP if self.is_fp8 else 0), self.warpgroups * 4)
+            # one arrival announces the bytes; every warp that uses a stage releases it
+            ring.initialize(1, self.warpgroups * 4)
             if const_expr(self.splits > 1):
                 for group in range_constexpr(self.warpgroups):
                     cute.arch.mbarrier_init(bars + group, 1)
@@ -738,9 +814,7 @@ class GemmKernel:
             if warp == self.warpgroups * 4:
                 a_memory = (a_copy, *self.partition(a_copy, a_source, a, self.rows))
                 b_memory = (b_copy, *self.partition(b_copy, b_source, b, self.columns))
-                self.produce(work, ring, a_memory, b_memory)
-            if const_expr(self.is_fp8) and warp == self.warpgroups * 4 + 1:
-                self.copy_scales(work, ring, scales, a_scale, b_scale, rows, columns)
+                self.produce(work, ring, a_memory, b_memory, is_dependent)
             if const_expr(self.splits > 1):
                 cute.arch.cluster_wait()
         else:
@@ -758,15 +832,24 @@ class GemmKernel:
                     late = cutlass.min(Int32(self.key.lag), work.chunks // self.depth - 1)
                 else:
                     cute.arch.barrier(barrier_id=START, number_of_threads=2 * wgmma.WARPGROUP)
+            scales: Any = None
+            own_row = thread // WARP * 16 + lane // 4
+            tile = work.coords(work.first)
+            if const_expr(self.is_fp8):
+                scales = Scales.of_rows(a_scale, b_scale, 2 * self.waves)
+                cute.arch.griddepcontrol_wait()
+                if work.chunks > 0 and work.first < work.end:
+                    self.start_scales(scales, work, tile, own_row, rows, columns)
             for number in cutlass.range(work.first, work.end, work.step, unroll=1):
+                following = work.coords(number + work.step)
                 if const_expr(self.is_fp8):
-                    place = self.consume((mma, mma_more), ring, operands, scales, totals, place, work.chunks, late)
+                    ahead = following, own_row, rows, columns, number + work.step < work.end
+                    place = self.consume((mma, mma_more), ring, operands, scales, totals, place, work, late, ahead)
                     late = Int32(-1)
                 else:
                     place = self.consume_bf16((mma, mma_more), ring, operands, totals[0], place, work.chunks)
-                tile = work.coords(number)
                 result = out, out_scale, scale_row, padded_rows
-                row = tile[1] * self.rows + thread // WARP * 16 + lane // 4
+                row = tile[1] * self.rows + own_row
                 if const_expr(self.key.staged):
                     self.store_staged(totals, warp, lane, tile, staging, squares, rows)
                 elif const_expr(self.splits > 1):
@@ -779,6 +862,7 @@ class GemmKernel:
                     for wave in range_constexpr(self.waves):
                         first = row + wave * self.warpgroups * wgmma.ROWS
                         self.store(totals[wave], lane, first, tile, result, rows, columns)
+                tile = following
             if const_expr(self.key.staged):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
