@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An option of the compile tests; and what the tests say at their end about those that were skipped: a line a reason,
-however many they are."""
+"""An option of the compile tests; no search for garbage among half a million objects that collection makes and tests
+keep; and what the tests say at their end about those that were skipped: a line a reason, however many they are."""
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
+from collections.abc import Generator
 
 import pytest
 
@@ -16,6 +18,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="tests/compile: every kernel of every deployment; without it, a sample with every pair of options, and of "
         "those that only move bytes, of architectures but sm_90a, two",
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
