@@ -15,8 +15,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-kernel",
         action="store_true",
-        help="tests/compile: every kernel of every deployment; without it, a sample with every pair of options, and of "
-        "those that only move bytes, of architectures but sm_90a, two",
+        help="tests/compile: every kernel of every deployment, and every row of the table in test_code.py; without it, "
+        "a sample with every pair of options, and of kernels that only move bytes, of architectures but sm_90a, two",
     )
 
 
