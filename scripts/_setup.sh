@@ -3,6 +3,9 @@
 #
 # PYTHON names the interpreter that .venv is made from; the default is python3.
 
+# What a process has compiled of modules the others read: the tests are many processes.
+unset PYTHONDONTWRITEBYTECODE
+
 ROOT=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 PY=$ROOT/.venv/bin/python
 
@@ -77,5 +80,6 @@ version() {
 }
 
 pip_install() {
-  "$PY" -m pip install --quiet --disable-pip-version-check "$@" || fail "pip could not install: $*"
+  # Python compiles the modules that it imports; pip would compile all there are, half a minute.
+  "$PY" -m pip install --quiet --no-compile --disable-pip-version-check "$@" || fail "pip could not install: $*"
 }

