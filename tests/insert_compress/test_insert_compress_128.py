@@ -44,6 +44,18 @@ def test_it_writes_what_the_two_ops_write(options: dict[str, Any]) -> None:
             assert not torch.equal(memory, before[name]), name
 
 
+def test_data_of_both_ops_are_validated() -> None:
+    validate = OPS[OP].validate
+    assert validate is not None
+    call = random_compress_call([1] * 9, 3, closing=True, bad=False)
+    validate(*call)
+    for name in ("slot_mapping", "entry_slot_mapping"):
+        slots = getattr(call, name).clone()
+        slots[1] = slots[0]
+        with pytest.raises(ValueError, match=r"slot_mapping\[1\]"):
+            validate(*call._replace(**{name: slots}))
+
+
 def test_no_rows() -> None:
     call = random_compress_call(LENGTHS, 5)
     names = ("q", "kv", "positions", "slot_mapping", "state_slot_mapping", "entry_slot_mapping")

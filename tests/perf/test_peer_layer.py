@@ -271,6 +271,22 @@ def test_differences() -> None:
     assert records.tolist() == [[7] * 128 + [9] * 4, [0] * 132]
 
 
+@pytest.mark.parametrize(("ratio", "entries", "topk"), [(1, 0, 0), (4, 75, 0), (128, 2, 8)])
+def test_columns_of_a_prefill(ratio: int, entries: int, topk: int) -> None:
+    """Of 40 rows at the end of 300: entries, own rows, and what of the window lies before them."""
+    step: Any = SimpleNamespace(
+        seq_lens_cpu=[300],
+        num_prefill_tokens=40,
+        seq_lens=torch.tensor([300]),
+        positions=torch.arange(40),
+        c128a_prefill_topk_indices=torch.zeros(40, 8, dtype=torch.int32),
+    )
+    made = peer_layer._Prefill(step, ratio, 128)
+    assert (made.entries, made.columns, made.topk) == (entries, entries + 40 + 127, topk)
+    assert made.kv.shape == (1, made.columns, 512)
+    assert made.keys.shape == (entries, 128)
+
+
 def test_products_that_are_compiled_beforehand() -> None:
     """Those that a step multiplies, and no others."""
     flash = peer_layer.products_of(Case("v4-flash", "c4a", "decode", 64, 4, 8192), PRESETS["v4-flash"])

@@ -33,6 +33,11 @@ def test_one_of() -> None:
     c.one_of("mode", "a", ["a", "b"])
     with refused(ValueError, "my_op: mode: expected one of 'a', 'b', got 'c'"):
         c.one_of("mode", "c", ["a", "b"])
+    c.one_of("ratio", 4, (1, 4))
+    c.one_of("flag", True, (True, None))
+    for value, choices in ((True, (1, 4)), (4.0, (1, 4)), (1, (True, None)), (0, (False,))):
+        with pytest.raises(ValueError, match=re.escape(f"got {value!r}")):
+            c.one_of("ratio", value, choices)
 
 
 def test_pair() -> None:

@@ -290,3 +290,32 @@ def test_what_cannot_be_gathered_is_the_portable_kernels(
     assert not asked
     assert found == reasons
     assert [key for key, _ in launched] == [PortablePagedKey("sm_100a", 16, "listed", FMT.id, FMT.id)]
+
+
+CODES = {
+    "out": torch.zeros(5, 4, 512, dtype=torch.uint8).view(torch.float8_e4m3fn),
+    "positions": torch.zeros(5, dtype=torch.int64),
+    "cos_sin_cache": torch.zeros(16, 64),
+    "out_scale": torch.zeros(16, 8).t(),
+}
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "why"),
+    [
+        ("sm_90a", {}, ""),
+        ("sm_90a", {"num_splits": 1}, ""),
+        ("sm_90a", {"num_splits": 2}, "output_quant: expected rows in one part"),
+        ("sm_90a", {"split_tokens": 64}, "output_quant: expected rows in one part"),
+        ("sm_90a", {"kv_format": BF16_ID, "swa_cache": torch.zeros(5, 64, 512, dtype=BF16)}, "output_quant is supp"),
+        ("sm_100a", {}, "output_quant is supported on sm_90a with caches of fp8_ds_mla/1"),
+        ("sm_80", {}, "output_quant is supported on sm_90a with caches of fp8_ds_mla/1"),
+    ],
+)
+def test_who_stores_codes(
+    launched: Launches, monkeypatch: pytest.MonkeyPatch, arch: str, changes: dict[str, Any], why: str
+) -> None:
+    monkeypatch.setattr(select, "arch_of", lambda index: arch)
+    reason = PAGED.why_not(PagedCall(**(arguments() | CODES | changes)))
+    assert reason.startswith(why)
+    assert bool(reason) == bool(why)
