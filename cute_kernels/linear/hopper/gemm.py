@@ -433,24 +433,13 @@ class GemmKernel:
 
     @cute.jit
     def consume(
-        self,
-        mma: Any,
-        ring: Any,
-        operands: Any,
-        scales: Scales,
-        totals: Any,
-        place: Any,
-        work: Any,
-        late: Any,
-        ahead: Any,
+        self, mma: Any, ring: Any, operands: Any, scales: Scales, totals: Any, place: Any, work: Any, late: Any
     ) -> tuple[Any, Any]:
         """totals = this thread's results of a work tile. By a consumer warpgroup. Returns its next place in the ring.
 
         operands   the memory of `a`, a tile of it for each wave of each stage, and of `b`
         late       before which chunk it lets the second warpgroup start; -1: it does not
-        ahead      the next work tile, for `start_scales`, and whether there is one
         """
-        *ahead, has_next = ahead
         wave_rows = self.warpgroups * wgmma.ROWS
         products = [wgmma.accumulators(mma[0], wave_rows, self.columns) for _ in range(self.depth)]
         stage, phase = place
@@ -461,16 +450,12 @@ class GemmKernel:
         whole = work.chunks // SCALED_CHUNKS * SCALED_CHUNKS
         for first in cutlass.range(0, whole, SCALED_CHUNKS, unroll=1):
             scales.advance(work, first)
-            if first + SCALED_CHUNKS >= work.chunks and has_next:
-                self.start_scales(scales, work, *ahead)
             chunks = [(first + number, Int32(number)) for number in range(SCALED_CHUNKS)]
             stage, phase = self.add_chunks(
                 mma, ring, operands, scales, totals, products, (stage, phase), chunks, work.chunks, late
             )
         if whole < work.chunks:
             scales.advance(work, whole)
-            if has_next:
-                self.start_scales(scales, work, *ahead)
             for chunk in cutlass.range(whole, work.chunks, 1, unroll=1):
                 chunks = [(chunk, chunk - whole)]
                 stage, phase = self.add_chunks(
@@ -843,9 +828,10 @@ class GemmKernel:
             for number in cutlass.range(work.first, work.end, work.step, unroll=1):
                 following = work.coords(number + work.step)
                 if const_expr(self.is_fp8):
-                    ahead = following, own_row, rows, columns, number + work.step < work.end
-                    place = self.consume((mma, mma_more), ring, operands, scales, totals, place, work, late, ahead)
+                    place = self.consume((mma, mma_more), ring, operands, scales, totals, place, work, late)
                     late = Int32(-1)
+                    if work.chunks > 0 and number + work.step < work.end:
+                        self.start_scales(scales, work, following, own_row, rows, columns)
                 else:
                     place = self.consume_bf16((mma, mma_more), ring, operands, totals[0], place, work.chunks)
                 result = out, out_scale, scale_row, padded_rows
