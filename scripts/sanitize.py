@@ -129,7 +129,7 @@ ACCEPTED = (
         "racecheck",
         "paged_mqa_logits_mxfp4_b64_h*",
         ("LDS, STS.64", "LDS.U8, STS.64", "LDS.U8, UBLKCP.S.G"),
-        f"{ONE_LANE}: a consumer warp meets behind its last read of a stage, and one lane releases it",
+        f"{ONE_LANE}: consumer warps meet behind their last read of a stage; clean if every lane releases it",
     ),
     # scales, weights of the own block, maxima, sums, and what one work tile is told of the next
     Accepted(
