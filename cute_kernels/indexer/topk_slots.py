@@ -41,7 +41,7 @@ class Slots(NamedTuple):
         return ptx.load_global_s32_where(is_inside, source, is_shared=True), row
 
     def slot(self, found: tuple[Any, Any]) -> Any:
-        """int32 slot of what `look_up` found, -1 if there is none or int32 cannot name it."""
+        """int32 slot of what `load_page` found, -1 if there is none or int32 cannot name it."""
         page, row = found
         # of the last named page a slot may pass 2^31, but not 2^32
         slot = ptx.value_below(page, self.named_pages, page * self.rows.divisor + row)

@@ -39,7 +39,7 @@ SPLIT_BYTES = HEAD_DIM * 4 + 4
 # ---- rows of unequal length: which work tiles a cluster of Hopper's decode takes, see hopper/planner.py
 
 MOST_PLANNED = 384
-"""Work tiles of a call that are dealt."""
+"""Work tiles of a call that are dealt: half as many as hopper/planner.py has threads, two of which rank each."""
 
 MOST_DEALT = 15
 """Work tiles of a cluster that are dealt."""

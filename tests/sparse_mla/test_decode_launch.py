@@ -198,6 +198,24 @@ def test_many_heads_are_for_hoppers_kernel(gpu: Launches) -> None:
         assert given["ctas"] == SMS * key.ctas_per_sm
 
 
+def test_shapes_choose_the_kernel_that_deals_work(gpu: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def is_dealt(*shapes: int) -> bool:
+        asked.append(shapes)
+        return len(asked) < 3
+
+    monkeypatch.setattr(schedule, "is_dealt", is_dealt)
+    window = {**of_rows(2, 65), "num_splits": 1}
+    both = {name: value for name, value in window.items() if name not in NO_EXTRA}
+    gpu.run(**both)
+    gpu.run(**window)
+    gpu.run(**both)
+    assert [key.dealt for key, _ in gpu.decodes] == [True, False, False]  # a window alone is short
+    # two rows of two head groups, 66 clusters, a tile of each list, one split of no fixed size
+    assert asked[0] == (4, SMS // 2, 2, 1, 0)
+
+
 def test_rows_choose_the_kernel_where_they_choose_the_split(gpu: Launches) -> None:
     few, room = SMS // 2, torch.zeros(2**22, dtype=torch.uint8)
     for splits, few_kind in (

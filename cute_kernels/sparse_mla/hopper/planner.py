@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which work tiles each cluster of hopper/decode.py takes, and in which order, where rows are of unequal length.
 
-All threads of every CTA run it once, when the kernel ahead is done and before warps take their roles.
-`Planner.is_worth_it` looks at shapes alone: where it says no, cluster c takes work tiles c, c + clusters, ... as they
-come. Otherwise `Planner.run` goes through the lengths of all rows and leaves the cluster's list in shared memory, which
-its TileScheduler reads from then on.
+The host asks `schedule.is_dealt` by shapes alone. Where it says no, a kernel without a planner runs (DecodeKey.dealt),
+and cluster c takes work tiles c, c + clusters, ... as they come. Where it says yes, all threads of every CTA run the
+planner once, when the kernel ahead is done and before warps take their roles: `Planner.run` goes through the lengths of
+all rows and leaves the cluster's list in shared memory, which its TileScheduler reads from then on. Fewer or more work
+tiles than can be dealt (`has_room`) are taken as they come by that kernel, too.
 
     weigh            lengths --> a weight for each work tile, sums of each warp; if all are as long, as they come
     count_heavier    how many work tiles are heavier than one: its rank
