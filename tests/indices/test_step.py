@@ -254,6 +254,14 @@ def in_order(call: dict[str, Any]) -> StepCall:
     return StepCall(**{**defaults, **values, "buffer": call["out"]})
 
 
+def test_buffer_with_gaps() -> None:
+    call = small_call()
+    gaps = torch.zeros(2 * len(call["out"]), dtype=torch.uint8)[::2]
+    with pytest.raises(ValueError, match="build_step_metadata: buffer: expected a contiguous tensor"):
+        build_step_metadata(**{**call, "out": gaps})
+    assert not gaps.any()
+
+
 def test_op() -> None:
     check_op("build_step_metadata", *in_order(small_call()))
 
