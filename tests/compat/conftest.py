@@ -32,8 +32,8 @@ ROUNDED = {
 QUERIES = 2**-7
 """The same of the inserts' queries, whose norm may be rounded in another order."""
 
-COUNTED = {"test_dependent_launches", "test_batch_invariant_means_one_split"}
-"""Tests that count calls."""
+COUNTED = {"test_dependent_launches", "test_batch_invariant_means_one_split", "test_int64_indices_in_a_graph"}
+"""Tests that count or capture calls."""
 
 
 class DependentLaunches(TorchDispatchMode):
