@@ -350,11 +350,11 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         caches          the layer's caches, mutated; None only in the profiling run
         capture         receives intermediate tensors: kv, q, idx_q, topk, o_raw, o, lse, oa
         """
+        check = self._check_rows(hidden_states)
         if metadata is None:
-            self._check_rows(hidden_states)
             self.mla_attn.reserve(hidden_states.device)
             return torch.zeros_like(hidden_states)
-        caches = self._check_call(positions, hidden_states, metadata, caches)
+        caches = self._check_call(check, positions, hidden_states, metadata, caches)
         out = torch.empty(hidden_states.shape, dtype=self.o_proj.wo_b.out_dtype, device=hidden_states.device)
 
         def body(hidden: torch.Tensor, result: torch.Tensor) -> None:
@@ -384,7 +384,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             self.mla_attn.reserve(hidden_states.device)
             out.zero_()
             return
-        caches = self._check_call(positions, hidden_states, metadata, caches)
+        caches = self._check_call(check, positions, hidden_states, metadata, caches)
 
         def body(hidden: torch.Tensor, result: torch.Tensor) -> None:
             slots = self.mla_attn.takes_slots
@@ -406,12 +406,12 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
 
     def _check_call(
         self,
+        check: Checker,
         positions: torch.Tensor,
         hidden_states: torch.Tensor,
         metadata: DeepseekV4Metadata,
         caches: LayerCaches | None,
     ) -> LayerCaches:
-        check = self._check_rows(hidden_states)
         if caches is None:
             check.fail("caches", "the layer's caches", "None")
         self._check_step(check, metadata, caches)
