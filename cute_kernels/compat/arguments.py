@@ -57,6 +57,16 @@ def as_int64(value: Any) -> Any:
     return dense_last(value) if value.dtype == torch.int64 else value
 
 
+def needs_int64(*values: Any) -> bool:
+    """Whether `as_int64` makes new memory of any. Inserts read slots and positions ahead of their dependency: right
+    behind the launch that writes them they must not start early."""
+    return any(
+        value.dtype == torch.int32 or (value.dim() > 0 and value.shape[-1] > 1 and value.stride(-1) != 1)
+        for value in values
+        if isinstance(value, torch.Tensor)
+    )
+
+
 def dense_last(value: torch.Tensor) -> torch.Tensor:
     """A tensor whose last dimension is dense: this one, or a copy."""
     return value if value.dim() == 0 or value.stride(-1) == 1 or value.shape[-1] <= 1 else value.contiguous()

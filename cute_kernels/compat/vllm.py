@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from cute_kernels import formats
-from cute_kernels.compat.arguments import accept_only, as_int32, as_int64, slots_of
+from cute_kernels.compat.arguments import accept_only, as_int32, as_int64, needs_int64, slots_of
 from cute_kernels.compat.vllm_compressor import (
     compress_norm_rope_store_cutedsl,
     compress_norm_rope_store_triton,
@@ -148,7 +148,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
         cos_sin_cache,
         eps,
         cache_block_size,
-        use_pdl=True,
+        use_pdl=not needs_int64(slot_mapping, position_ids),
     )
 
 
@@ -193,7 +193,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert_v033(
         eps,
         cache_block_size,
         apply_q_norm=apply_q_norm,
-        use_pdl=True,
+        use_pdl=not needs_int64(slot_mapping, position_ids),
     )
     return q
 
@@ -220,7 +220,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
         eps,
         cache_block_size,
         apply_q_norm=apply_q_norm,
-        use_pdl=True,
+        use_pdl=not needs_int64(slot_mapping, position_ids),
     )
 
 
@@ -252,7 +252,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert(
         eps,
         cache_block_size,
         apply_q_norm=apply_q_norm,
-        use_pdl=True,
+        use_pdl=not needs_int64(slot_mapping, position_ids),
     )
 
 

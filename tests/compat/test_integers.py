@@ -15,7 +15,7 @@ import torch
 
 from cute_kernels import formats
 from cute_kernels.compat import deep_gemm, flash_mla, vllm
-from cute_kernels.compat.arguments import as_int32, as_int64, key_scales, slots_of
+from cute_kernels.compat.arguments import as_int32, as_int64, key_scales, needs_int64, slots_of
 from cute_kernels.kv_cache import ops as kv_cache
 from tests import helpers
 from tests.compat import (
@@ -27,6 +27,7 @@ from tests.compat import (
     test_vllm_indexer,
 )
 from tests.compat.agreement import bits
+from tests.compat.test_pdl import Launches
 from tests.goldens.compare import NO_GPU
 from tests.sparse_mla import model
 
@@ -123,6 +124,23 @@ def test_integers_of_their_own_width_are_not_copied() -> None:
     for given in (None, "table", torch.zeros(3)):
         assert as_int32(given) is given
         assert as_int64(given) is given
+
+
+def test_inserts_start_early_only_behind_slots_that_are_there() -> None:
+    """What converts slots and positions is the launch before, and they are read ahead of the dependency."""
+    slots, starts = torch.arange(5), torch.arange(5)
+    for given, waits in (
+        ((slots, starts), False),
+        ((slots.int(), starts), True),
+        ((slots, starts.int()), True),
+        ((slots, torch.zeros(5, 2, dtype=INT64)[:, 0]), True),
+    ):
+        assert needs_int64(*given) == waits
+        assert any(as_int64(value) is not value for value in given) == waits
+        q, kv, cache, _, _, table = test_vllm.insert_args(formats.FP8_DS_MLA)
+        with Launches() as launches:
+            vllm.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(q[:5], kv[:5], cache, *given, table, 1e-5, 4)
+        assert [use_pdl for _, use_pdl in launches.found] == [not waits]
 
 
 def test_numbers_that_int32_has_not_stay_outside() -> None:
