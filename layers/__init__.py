@@ -25,6 +25,17 @@ from .caches import (
 from .checkpoint import CheckpointError, build_layer, held_layers, random_layer_tensors, read_layer_tensors
 from .compressor import DeepseekCompressor
 from .config import PRESETS, ConfigError, DeepseekV4Config
+from .engine import (
+    DeepseekV4FlashInferMLASparseBackend,
+    DeepseekV4MLABackend,
+    DeepseekV4MLAModules,
+    KVCacheSpec,
+    deepseek_v4_attention,
+    forward_context,
+    get_kv_cache_spec,
+    register_layer,
+    unregister_layer,
+)
 from .indexer import DeepseekV4Indexer, SparseAttnIndexer
 from .metadata import BlockTables, DeepseekV4Metadata, DeepseekV4MetadataBuilder
 from .mla import DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention
@@ -42,21 +53,30 @@ __all__ = [
     "DeepseekCompressor",
     "DeepseekV4CompressedCache",
     "DeepseekV4Config",
+    "DeepseekV4FlashInferMLASparseBackend",
     "DeepseekV4FlashInferMLASparseImpl",
     "DeepseekV4Indexer",
     "DeepseekV4IndexerCache",
     "DeepseekV4MLAAttention",
+    "DeepseekV4MLABackend",
+    "DeepseekV4MLAModules",
     "DeepseekV4MTPNorms",
     "DeepseekV4Metadata",
     "DeepseekV4MetadataBuilder",
     "DeepseekV4MultiHeadLatentAttentionWrapper",
     "DeepseekV4SWACache",
+    "KVCacheSpec",
     "LayerCaches",
     "RotaryEmbedding",
     "SparseAttnIndexer",
     "TensorParallel",
     "build_layer",
+    "deepseek_v4_attention",
+    "forward_context",
+    "get_kv_cache_spec",
     "held_layers",
     "random_layer_tensors",
     "read_layer_tensors",
+    "register_layer",
+    "unregister_layer",
 ]

@@ -350,11 +350,68 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         caches          the layer's caches, mutated; None only in the profiling run
         capture         receives intermediate tensors: kv, q, idx_q, topk, o_raw, o, lse, oa
         """
-        check = Checker("attention layer")
-        check.tensor("hidden_states", hidden_states, torch.bfloat16, (None, self.config.hidden_size))
+        check = self._check_rows(hidden_states)
         if metadata is None:
             self.mla_attn.reserve(hidden_states.device)
             return torch.zeros_like(hidden_states)
+        caches = self._check_call(check, positions, hidden_states, metadata, caches)
+        out = torch.empty(hidden_states.shape, dtype=self.o_proj.wo_b.out_dtype, device=hidden_states.device)
+
+        def body(hidden: torch.Tensor, result: torch.Tensor) -> None:
+            self._forward(hidden, metadata, caches, capture, result)
+
+        self._rows_of_step(hidden_states, metadata, caches, out, body, binds=capture is None)
+        return self.tp.sum(out)
+
+    def attend(
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        metadata: DeepseekV4Metadata | None,
+        caches: LayerCaches | None,
+        out: torch.Tensor,
+    ) -> None:
+        """All but the output projection, for an engine that compiles the rest: writes out bf16 [T, heads, 512], which
+        `project` takes. Arguments as of `forward`.
+
+        out   may have more heads than the layer has on this rank: those behind stay as they are. Rows past the step's
+              (graph padding), and all in the profiling run, are zeros
+        """
+        check = self._check_rows(hidden_states)
+        check.tensor("out", out, torch.bfloat16, (hidden_states.shape[0], None, self.config.head_dim))
+        check.require(out.shape[1] >= self.num_heads, "out", f"at least {self.num_heads} heads", list(out.shape))
+        if metadata is None:
+            self.mla_attn.reserve(hidden_states.device)
+            out.zero_()
+            return
+        caches = self._check_call(check, positions, hidden_states, metadata, caches)
+
+        def body(hidden: torch.Tensor, result: torch.Tensor) -> None:
+            slots = self.mla_attn.takes_slots
+            products = self.attn_gemm_parallel_execute(hidden)
+            q, topk, _ = self.attention_front(*products, metadata, caches, slots=slots)
+            self.mla_attn(q, caches, metadata, topk, result, slots=slots)
+
+        self._rows_of_step(hidden_states, metadata, caches, out, body, what=(out.shape, out.stride()))
+
+    def project(self, out: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The layer's output, bf16 [T, hidden], from that of `attend`."""
+        table = self.rotary_emb.cos_sin_cache
+        return self.tp.sum(self.o_proj(out[:, : self.num_heads], positions, table))
+
+    def _check_rows(self, hidden_states: torch.Tensor) -> Checker:
+        check = Checker("attention layer")
+        check.tensor("hidden_states", hidden_states, torch.bfloat16, (None, self.config.hidden_size))
+        return check
+
+    def _check_call(
+        self,
+        check: Checker,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        metadata: DeepseekV4Metadata,
+        caches: LayerCaches | None,
+    ) -> LayerCaches:
         if caches is None:
             check.fail("caches", "the layer's caches", "None")
         self._check_step(check, metadata, caches)
@@ -364,31 +421,38 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
                 f"attention layer: hidden_states and positions: expected at least {rows} rows as in the metadata, "
                 f"got {hidden_states.shape[0]} and {positions.shape[0]}"
             )
-        return self._rows_of_step(hidden_states, metadata, caches, capture)
+        return caches
 
     def _rows_of_step(
         self,
         hidden_states: torch.Tensor,
         metadata: DeepseekV4Metadata,
         caches: LayerCaches,
-        capture: dict[str, torch.Tensor] | None,
-    ) -> torch.Tensor:
-        rows, device = metadata.num_tokens, hidden_states.device
-        out = whole = torch.empty(hidden_states.shape, dtype=self.o_proj.wo_b.out_dtype, device=device)
+        out: torch.Tensor,
+        body: Callable[[torch.Tensor, torch.Tensor], None],
+        *,
+        what: tuple[Any, ...] = (),
+        binds: bool = True,
+    ) -> None:
+        """`body(hidden_states, out)` for the rows of the step; those of `out` behind them are zeros.
+
+        what    what its launches depend on beside step, caches and weights
+        binds   they may be kept for other steps
+        """
+        rows = metadata.num_tokens
         if hidden_states.shape[0] > rows:
             out[rows:].zero_()
             hidden_states, out = hidden_states[:rows], out[:rows]
-        if capture is None and self._is_bindable(hidden_states, metadata):
+        if binds and self._is_bindable(hidden_states, metadata):
             self._bound.run(
-                (bound_key(metadata), caches.addresses, self._weight_addresses()),
+                (bound_key(metadata), caches.addresses, self._weight_addresses(), *what),
                 hidden_states,
                 out,
-                lambda hidden, result: self._forward(hidden, metadata, caches, None, result),
+                body,
                 has_prefills=bool(metadata.num_prefill_tokens),
             )
         else:
-            self._forward(hidden_states, metadata, caches, capture, out)
-        return self.tp.sum(whole)
+            body(hidden_states, out)
 
     def _is_bindable(self, hidden_states: torch.Tensor, m: DeepseekV4Metadata) -> bool:
         """Whether the launches of this step may be kept for others of its kind: on one stream."""

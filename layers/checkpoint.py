@@ -18,7 +18,7 @@ from cute_kernels import numerics
 from .attention import QUANTIZED_LINEARS, AttentionOptions, DeepseekV4MultiHeadLatentAttentionWrapper
 from .compressor import DeepseekCompressor
 from .config import DeepseekV4Config
-from .linear import WEIGHT_BLOCK, Linear, quantize_weight
+from .linear import WEIGHT_BLOCK, Linear, dequantize_weight, quantize_weight
 from .rotary import RotaryEmbedding
 
 SCALE_SUFFIXES = (".scale", ".weight_scale_inv")
@@ -63,7 +63,11 @@ def tensor_shapes(config: DeepseekV4Config, compress_ratio: int) -> dict[str, tu
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Dtypes of a tensor that is not FP8; the layer rounds it to its own."""
 QUANTIZED_TENSORS = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "indexer.wq_b")
-"""Linears that may be FP8 in a checkpoint; the others are bf16 always."""
+"""Linears that may be FP8 in a checkpoint, and are multiplied as such."""
+DEQUANTIZED_TENSORS = tuple(
+    prefix + name for prefix in ("compressor.", "indexer.compressor.") for name in ("wkv", "wgate")
+)
+"""Linears that may be FP8 in a checkpoint, but are multiplied as bf16: what they read is never quantized."""
 
 
 def _files(directory: Path) -> dict[str, list[str]] | None:
@@ -180,7 +184,7 @@ def check_tensors(config: DeepseekV4Config, layer_index: int, tensors: Tensors) 
         _check_shape(layer_index, name, shape, tensors[name].shape)
         linear = name.removesuffix(".weight")
         fp8 = tensors[name].dtype == torch.float8_e4m3fn
-        if fp8 and linear not in QUANTIZED_TENSORS:
+        if fp8 and linear not in QUANTIZED_TENSORS + DEQUANTIZED_TENSORS:
             raise CheckpointError(f"checkpoint: layer {layer_index}: {name}: expected a bf16 or fp32 tensor, got FP8")
         if not fp8 and tensors[name].dtype not in FLOATS:
             raise CheckpointError(
@@ -192,6 +196,12 @@ def check_tensors(config: DeepseekV4Config, layer_index: int, tensors: Tensors) 
             raise CheckpointError(f"checkpoint: layer {layer_index}: {name}: holds values beyond those of its layer")
         if fp8:
             _check_scale(config, layer_index, linear, tensors)
+        if (
+            fp8
+            and linear in DEQUANTIZED_TENSORS
+            and not bool(_dequantized(tensors, linear).bfloat16().isfinite().all())
+        ):
+            raise CheckpointError(f"checkpoint: layer {layer_index}: {name}: holds values beyond those of its layer")
     quantized = {n for n in QUANTIZED_TENSORS if n + ".weight" in tensors and _is_fp8(tensors, n)}
     if ("wq_a" in quantized) != ("wkv" in quantized):
         raise CheckpointError(f"checkpoint: layer {layer_index}: wq_a and wkv: expected both FP8 or neither")
@@ -206,6 +216,13 @@ def check_tensors(config: DeepseekV4Config, layer_index: int, tensors: Tensors) 
 
 def _is_fp8(tensors: Tensors, linear: str) -> bool:
     return tensors[linear + ".weight"].dtype == torch.float8_e4m3fn
+
+
+def _dequantized(tensors: Tensors, linear: str) -> torch.Tensor:
+    """A weight that the layer keeps as bf16: exact where scales are powers of two."""
+    weight = tensors[linear + ".weight"]
+    scale = _scale_of(tensors, linear) if _is_fp8(tensors, linear) else None
+    return weight if scale is None else dequantize_weight(weight, scale, torch.float32)
 
 
 def _usable(name: str, tensor: torch.Tensor) -> bool:
@@ -232,7 +249,8 @@ _named: set[tuple[int, tuple[str, ...]]] = set()
 def _name_unused(config: DeepseekV4Config, layer_index: int, tensors: Tensors, quantized: set[str]) -> None:
     """Warn, once per process, of tensors that the layer does not read: the config may be another model's."""
     used = set(tensor_shapes(config, config.compress_ratio_of(layer_index)))
-    used |= {linear + suffix for linear in quantized for suffix in SCALE_SUFFIXES}
+    dequantized = {n for n in DEQUANTIZED_TENSORS if n + ".weight" in tensors and _is_fp8(tensors, n)}
+    used |= {linear + suffix for linear in quantized | dequantized for suffix in SCALE_SUFFIXES}
     unused = tuple(sorted(set(tensors) - used))
     if unused and (layer_index, unused) not in _named:
         _named.add((layer_index, unused))
@@ -302,7 +320,7 @@ def load_layer(layer: DeepseekV4MultiHeadLatentAttentionWrapper, tensors: Tensor
         setattr(module, name, weight.to(device=getattr(module, name).device, dtype=dtype, copy=True))
 
     def compressor(module: DeepseekCompressor, prefix: str) -> None:
-        parts = [tensors[prefix + "wkv.weight"], tensors[prefix + "wgate.weight"]]
+        parts = [_dequantized(tensors, prefix + "wkv"), _dequantized(tensors, prefix + "wgate")]
         module.fused_wkv_wgate.weight.copy_(torch.cat(parts))
         module.ape.copy_(tensors[prefix + "ape"])
         norm(module, "norm_weight", tensors[prefix + "norm.weight"])

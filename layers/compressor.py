@@ -22,6 +22,7 @@ class DeepseekCompressor(nn.Module):
     persist          "window": the state keeps only the rows that a later step reads; "all": every row
     keep_every       with "window" and ratio 4: also keep the last group before every multiple of this many tokens, so
                      that a prefix cache may fork there; 0 keeps none
+    rotate           accepted and ignored, as engines give it to the main compressor too: index_hadamard says it
     e2m1_rounding, index_hadamard   only for the indexer's keys
 
     The projection's result stays fp32. `ape` is the learned score offset of each position within a group.
@@ -37,6 +38,7 @@ class DeepseekCompressor(nn.Module):
         head_dim: int,
         *,
         label: str,
+        rotate: bool = False,
         persist: str = "window",
         keep_every: int = 0,
         e2m1_rounding: str = "ties_to_lower",

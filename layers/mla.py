@@ -211,6 +211,7 @@ class DeepseekV4MLAAttention(nn.Module):
     ) -> None:
         """Attend with q bf16 [T, heads, 512]; writes out bf16 [T, heads, 512] and, if it is given, lse fp32 [T, heads].
 
+        out            may have more heads than q, as engines pad them: those behind stay as they are
         topk_indices   int32 [T, K], request-local entries (C4A); None for the other kinds
         slots          those of decode rows are slots of the compressed cache
         output_quant   (positions, rotary table, memory of scales): out is e4m3 [T, groups, columns], what the output
@@ -219,6 +220,8 @@ class DeepseekV4MLAAttention(nn.Module):
                        `sparse_mla_prefill`): only where `takes_raw_queries` says so
         """
         rows = metadata.num_decode_tokens
+        if output_quant is None:
+            out = out[:, : q.shape[1]]
         if rows:
             decode = q[:rows], caches, metadata, topk_indices, out[:rows], _first(lse, rows), slots, output_quant
             self._decode(*decode, q_norm)
@@ -534,9 +537,10 @@ class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
         return q_fp8
 
     def _build_sparse_index_metadata(
-        self, m: DeepseekV4Metadata, topk_indices: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sparse_indices, sparse_topk_lens) of all rows of the step."""
+        self, caches: LayerCaches, m: DeepseekV4Metadata, topk_indices: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(compressed cache, seq_lens, sparse_indices, sparse_topk_lens) of all rows of the step. A layer that does not
+        compress has its window cache in place of the first."""
         decodes = m.num_decode_tokens
         decode_indices = decode_lens = None
         block_size = SWA_BLOCK_SIZE
@@ -556,7 +560,7 @@ class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
             decode_indices, decode_lens = m.c128a_global_decode_topk_indices, m.c128a_decode_topk_lens
             prefill_indices, topk = m.c128a_prefill_topk_indices, m.c128a_prefill_topk_indices.shape[1]
             block_size = KV_BLOCK_SIZE // 128
-        return build_flashinfer_mixed_sparse_indices(
+        indices, lens = build_flashinfer_mixed_sparse_indices(
             m.decode_swa_indices.squeeze(1),
             decode_indices,
             decode_lens,
@@ -574,6 +578,8 @@ class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
             self.compress_ratio == 4,
             m.is_valid_token[:decodes],
         )
+        compressed = caches.swa if caches.compressed is None else caches.compressed
+        return compressed.data, m.seq_lens, indices, lens
 
     def forward(
         self,
@@ -587,9 +593,8 @@ class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
         output_quant: OutputQuant | None = None,
         q_norm: tuple[torch.Tensor, float] | None = None,
     ) -> None:
-        m = metadata
-        indices, lens = self._build_sparse_index_metadata(m, topk_indices)
-        compressed = caches.swa if caches.compressed is None else caches.compressed
+        m, out = metadata, out[:, : q.shape[1]]
+        compressed, seq_lens, indices, lens = self._build_sparse_index_metadata(caches, m, topk_indices)
         requests = m.num_decodes + m.num_prefills
         for first, last in ((0, m.num_decodes), (m.num_decodes, requests)):
             rows = slice(m.query_start_loc_cpu[first], m.query_start_loc_cpu[last])
@@ -600,9 +605,9 @@ class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):
                 q[rows],
                 caches.swa.data,
                 indices[rows],
-                compressed.data,
+                compressed,
                 lens[rows],
-                m.seq_lens[first:last],
+                seq_lens[first:last],
                 starts - starts[0],
                 self.bmm1_scale,
                 self.bmm2_scale,

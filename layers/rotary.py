@@ -8,6 +8,8 @@ import math
 import torch
 from torch import nn
 
+from cute_kernels.runtime.checks import Checker
+
 from .config import DeepseekV4Config
 
 
@@ -36,6 +38,8 @@ class RotaryEmbedding(nn.Module):
     """The table of one layer kind: `cos_sin_cache` fp32 [max_positions, 64], cos in columns 0..31, sin in 32..63.
 
     Angles are computed in float64 and each cosine and sine is rounded once, so the table is exact at a million tokens.
+
+    table   one that an engine has already, in that form; nothing is computed then
     """
 
     cos_sin_cache: torch.Tensor
@@ -46,8 +50,13 @@ class RotaryEmbedding(nn.Module):
         compressed: bool,
         max_positions: int | None = None,
         device: torch.device | str = "cpu",
+        table: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
+        if table is not None:
+            Checker("RotaryEmbedding").tensor("table", table, torch.float32, (None, config.qk_rope_head_dim))
+            self.register_buffer("cos_sin_cache", table, persistent=False)
+            return
         positions = torch.arange(max_positions or config.max_position_embeddings, device=device)
         table = torch.empty(positions.shape[0], config.qk_rope_head_dim, dtype=torch.float32, device=device)
         frequencies = inverse_frequencies(config, compressed).to(device)

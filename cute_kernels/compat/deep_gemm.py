@@ -11,6 +11,8 @@ architecture, for any number of heads and any page size.
 Only this module keeps DeepGEMM's old rule for one context length per request: row j of next_n sees the first
 context_len - next_n + j + 1 keys. For DeepSeek-V4's compressed keys (ratio 4) and next_n > 1 that rule is wrong,
 because the number of visible keys does not grow by one per token: pass one length per row there.
+
+Lengths, ranges and block tables may be int64 as well as int32.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.compat.arguments import accept_only, indexer_format, query_codes
+from cute_kernels.compat.arguments import accept_only, as_int32, indexer_format, key_scales, query_codes
 from cute_kernels.indexer.ops import mqa_logits, paged_mqa_logits
 from cute_kernels.runtime.checks import Checker
 
@@ -44,7 +46,7 @@ def fp8_mqa_logits(
     """Scores of FP8 queries against contiguous FP8 keys: `mqa_logits`.
 
     q                    e4m3 [M, H, 128], any H
-    kv                   (e4m3 [N, 128], fp32 [N])
+    kv                   (e4m3 or uint8 [N, 128], fp32 [N] or [N, 1], or their bytes uint8 [N, 4])
     weights              fp32 [M, H], the query's scale included
     cu_seq_len_k_start   int32 [M]
     cu_seq_len_k_end     int32 [M]
@@ -54,8 +56,8 @@ def fp8_mqa_logits(
     Returns fp32 [M, N] or [M, max_seqlen_k], allocated, rows a multiple of 1024 bytes apart. Raises ValueError or
     TypeError on arguments that do not fit.
     """
-    _check_clean("fp8_mqa_logits", clean_logits)
-    return mqa_logits(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k=max_seqlen_k)
+    op = "fp8_mqa_logits"
+    return _contiguous(op, q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k)
 
 
 def fp8_fp4_mqa_logits(
@@ -71,16 +73,31 @@ def fp8_fp4_mqa_logits(
     """Scores of FP8 or MXFP4 queries against contiguous keys: `mqa_logits`.
 
     q              FP8: (e4m3 [M, H, 128], None); MXFP4: (int8 or uint8 [M, H, 64], int32 [M, H])
-    kv             FP8: (e4m3 [N, 128], fp32 [N]); MXFP4: (int8 or uint8 [N, 64], int32 [N])
+    kv             FP8: (e4m3 or uint8 [N, 128], fp32 [N]); MXFP4: (int8 or uint8 [N, 64], int32 [N]). Scales may be
+                   [N, 1], or their bytes uint8 [N, 4]
     logits_dtype   torch.float32
 
     The rest is as in fp8_mqa_logits. Raises NotImplementedError on other logits and on FP8 codes with scales.
     """
     op = "fp8_fp4_mqa_logits"
-    _check_clean(op, clean_logits)
     accept_only(op, torch.float32, logits_dtype=logits_dtype)
     codes = query_codes(op, q)
-    return mqa_logits(codes, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k=max_seqlen_k)
+    return _contiguous(op, codes, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k)
+
+
+def _contiguous(
+    op: str,
+    q: Any,
+    kv: Any,
+    weights: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    clean_logits: bool,
+    max_seqlen_k: int,
+) -> torch.Tensor:
+    _check_clean(op, clean_logits)
+    keys = key_scales(*Checker(op).pair("kv", kv, "codes, scales"))
+    return mqa_logits(q, keys, weights, as_int32(start), as_int32(end), clean_logits, max_seqlen_k=max_seqlen_k)
 
 
 def get_paged_mqa_logits_metadata(
@@ -88,7 +105,7 @@ def get_paged_mqa_logits_metadata(
 ) -> torch.Tensor:
     """A schedule in DeepGEMM's shape, int32 [num_sms + 1, 2], all zero: work is split from the shapes of each call.
 
-    context_lens   int32 [B] or [B, next_n]; only its device matters
+    context_lens   int32 or int64 [B] or [B, next_n]; only its device matters
     block_kv       rows per page; ignored
     num_sms        multiprocessors to plan for
     indices        None: rows that name their request are not supported
@@ -99,7 +116,7 @@ def get_paged_mqa_logits_metadata(
     op = "get_paged_mqa_logits_metadata"
     c = Checker(op)
     accept_only(op, None, indices=indices)
-    c.tensor("context_lens", context_lens, torch.int32)
+    c.tensor("context_lens", context_lens, (torch.int32, torch.int64), dense_last=False)
     c.require(num_sms > 0, "num_sms", "a positive number", num_sms)
     return torch.zeros(num_sms + 1, 2, dtype=torch.int32, device=context_lens.device)
 
@@ -182,6 +199,7 @@ def _paged(
     codes = q[0] if mxfp4 else q
     c = Checker(op)
     c.tensor("q", codes, (torch.float8_e4m3fn, torch.uint8, torch.int8), (None, None, None, None))
+    context_lens = as_int32(context_lens)
     c.tensor("context_lens", context_lens, torch.int32)
     if context_lens.dim() == 1:
         row = torch.arange(1 - codes.shape[1], 1, dtype=torch.int32, device=context_lens.device)
@@ -191,7 +209,7 @@ def _paged(
         kv_cache,
         weights,
         context_lens,
-        block_table,
+        as_int32(block_table),
         None,
         max_context_len,
         clean_logits,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cute_kernels import formats
-from cute_kernels.compat.arguments import accept_only, required
+from cute_kernels.compat.arguments import accept_only, as_int32, required
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.sparse_mla.ops import sparse_mla_decode, sparse_mla_mixed
 
@@ -97,6 +97,8 @@ def trtllm_batch_decode_sparse_mla_dsv4(
                          their defaults: neither page tables for the compressed cache, nor a fused output
                          quantization, nor other record formats are supported
 
+    Indices and lengths may be int64 as well.
+
     Returns out; the log-sum-exp is computed and dropped. A row that attends to nothing is 0. Raises NotImplementedError
     on what is not supported, ValueError or TypeError on arguments that do not fit.
     """
@@ -118,7 +120,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(
     if backend not in ("auto", "trtllm-gen", "sparse"):
         c.fail("backend", "'auto', 'trtllm-gen' or 'sparse'", repr(backend), NotImplementedError)
     scale, out_scale = _number(c, "bmm1_scale", bmm1_scale), _number(c, "bmm2_scale", bmm2_scale)
-    indices = required(_OP, "sparse_indices", sparse_indices, torch.int32)
+    indices = required(_OP, "sparse_indices", sparse_indices)
     c.tensor("query", query, (torch.bfloat16, torch.float8_e4m3fn))
     if query.dim() not in (3, 4):
         c.fail("query", "3 or 4 dimensions", f"shape {list(query.shape)}")
@@ -135,13 +137,13 @@ def trtllm_batch_decode_sparse_mla_dsv4(
             rows[:, None],
             pool,
             _by_row(indices),
-            topk_length=required(_OP, "swa_topk_lens", swa_topk_lens, torch.int32),
+            topk_length=required(_OP, "swa_topk_lens", swa_topk_lens),
             attn_sink=sinks,
             softmax_scale=scale,
             kv_format=_packed_or_bf16(pool),
             extra_k_cache=extra,
             extra_indices=None if extra_sparse_indices is None else _by_row(extra_sparse_indices),
-            extra_topk_length=extra_sparse_topk_lens,
+            extra_topk_length=as_int32(extra_sparse_topk_lens),
             extra_kv_format=_packed_or_bf16(pool if extra is None else extra),
             out=None if row_out is None else row_out[:, None],
         )
@@ -165,9 +167,9 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         _indexed(c, "swa_kv_cache", pool, sparse_indices_are_storage_offsets),
         indices,
         extra,
-        required(_OP, "sparse_topk_lens", sparse_topk_lens, torch.int32),
-        required(_OP, "seq_lens", seq_lens, torch.int32),
-        required(_OP, "cum_seq_lens_q", cum_seq_lens_q, torch.int32),
+        required(_OP, "sparse_topk_lens", sparse_topk_lens),
+        required(_OP, "seq_lens", seq_lens),
+        required(_OP, "cum_seq_lens_q", cum_seq_lens_q),
         scale,
         out_scale,
         sinks,
@@ -224,7 +226,7 @@ def _indexed(c: Checker, argument: str, pool: torch.Tensor, storage_offsets: boo
 
 def _by_row(indices: torch.Tensor) -> torch.Tensor:
     """Indices [sum_q, K], or with more leading dimensions, as [sum_q, 1, K]: every row is a request of one token."""
-    return indices.flatten(0, -2)[:, None]
+    return as_int32(indices).flatten(0, -2)[:, None]
 
 
 def _packed_or_bf16(pool: torch.Tensor) -> str:

@@ -6,7 +6,9 @@
 
 Where vLLM calls torch.ops._C.f, torch.ops.vllm.f or vllm._custom_ops.f, import f from here. Arguments that later
 versions appended are accepted. Where version 0.33 cannot be called as the versions of spring 2026, its form has the
-suffix _v033. FlashMLA's calls are in `cute_kernels.compat.flash_mla`, FlashInfer's in `cute_kernels.compat.flashinfer`.
+suffix _v033. Slots, positions, lengths, indices and block tables may be int32 or int64, and slot mappings longer than
+the rows they are for: an engine's whole buffer. FlashMLA's calls are in `cute_kernels.compat.flash_mla`, FlashInfer's
+in `cute_kernels.compat.flashinfer`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from cute_kernels import formats
-from cute_kernels.compat.arguments import accept_only
+from cute_kernels.compat.arguments import accept_only, as_int32, as_int64, needs_int64, slots_of
 from cute_kernels.compat.vllm_compressor import (
     compress_norm_rope_store_cutedsl,
     compress_norm_rope_store_triton,
@@ -99,7 +101,7 @@ def quantize_and_insert_k_cache(
     Rows of k may be strided. use_fnuz=True raises NotImplementedError, is_ue8m0=False ValueError.
     """
     accept_only("quantize_and_insert_k_cache", False, use_fnuz=use_fnuz)
-    kv_cache.quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size, is_ue8m0)
+    kv_cache.quantize_and_insert_k_cache(k, k_cache, slots_of(k, slot_mapping), block_size, is_ue8m0)
 
 
 def dequantize_and_gather_k_cache(
@@ -118,7 +120,8 @@ def dequantize_and_gather_k_cache(
     NotImplementedError.
     """
     accept_only("dequantize_and_gather_k_cache", False, use_fnuz=use_fnuz)
-    kv_cache.dequantize_and_gather_k_cache(out, k_cache, seq_lens, gather_lens, block_table, block_size, offset)
+    lens, gathered, table = as_int32(seq_lens), as_int32(gather_lens), as_int32(block_table)
+    kv_cache.dequantize_and_gather_k_cache(out, k_cache, lens, gathered, table, block_size, offset)
 
 
 def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
@@ -137,7 +140,15 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     has to follow.
     """
     kv_cache.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
-        q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size, use_pdl=True
+        q,
+        kv,
+        k_cache,
+        slots_of(kv, slot_mapping),
+        as_int64(position_ids),
+        cos_sin_cache,
+        eps,
+        cache_block_size,
+        use_pdl=not needs_int64(slot_mapping, position_ids),
     )
 
 
@@ -176,13 +187,13 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert_v033(
         q[:, :heads],
         kv,
         k_cache,
-        slot_mapping,
-        position_ids,
+        slots_of(kv, slot_mapping),
+        as_int64(position_ids),
         cos_sin_cache,
         eps,
         cache_block_size,
         apply_q_norm=apply_q_norm,
-        use_pdl=True,
+        use_pdl=not needs_int64(slot_mapping, position_ids),
     )
     return q
 
@@ -203,13 +214,13 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
         q,
         kv,
         k_cache,
-        slot_mapping,
-        position_ids,
+        slots_of(kv, slot_mapping),
+        as_int64(position_ids),
         cos_sin_cache,
         eps,
         cache_block_size,
         apply_q_norm=apply_q_norm,
-        use_pdl=True,
+        use_pdl=not needs_int64(slot_mapping, position_ids),
     )
 
 
@@ -233,15 +244,15 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert(
         kv,
         q_fp8,
         k_cache,
-        slot_mapping,
-        position_ids,
+        slots_of(kv, slot_mapping),
+        as_int64(position_ids),
         cos_sin_cache,
         fp8_scale,
         q_fp8_scale_inv,
         eps,
         cache_block_size,
         apply_q_norm=apply_q_norm,
-        use_pdl=True,
+        use_pdl=not needs_int64(slot_mapping, position_ids),
     )
 
 
@@ -296,7 +307,7 @@ def fused_inv_rope_fp8_quant(
     """
     return output.fused_inv_rope_fp8_quant(
         o,
-        positions,
+        as_int64(positions),
         cos_sin_cache,
         n_groups,
         heads_per_group,

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's calls around the compressor; import them from `cute_kernels.compat.vllm`."""
+"""vLLM's calls around the compressor; import them from `cute_kernels.compat.vllm`.
+
+Slots, positions, lengths and block tables may be int32 or int64.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 import torch
 
 from cute_kernels import formats
-from cute_kernels.compat.arguments import accept_only, indexer_format
+from cute_kernels.compat.arguments import accept_only, as_int32, as_int64, indexer_format, slots_of
 from cute_kernels.compressor import ops
 from cute_kernels.runtime.checks import Checker
 
@@ -41,8 +44,9 @@ def save_partial_states(
     pdl_kwargs is ignored; every slot outside the cache is skipped, not only negative ones. vLLM 0.33 calls an object,
     _SAVE_PARTIAL_STATES_KERNEL, with these arguments.
     """
+    rows, slots = as_int64(positions), slots_of(kv, slot_mapping)
     ops.save_partial_states(
-        kv, score, ape, positions, state_cache, slot_mapping, block_size, state_width, compress_ratio, pdl_kwargs
+        kv, score, ape, rows, state_cache, slots, block_size, state_width, compress_ratio, pdl_kwargs
     )
 
 
@@ -81,15 +85,15 @@ def compress_norm_rope_store_triton(
     ops.compress_norm_rope_store(
         state_cache,
         num_actual,
-        token_to_req_indices,
-        positions,
-        slot_mapping,
-        block_table,
+        as_int32(token_to_req_indices),
+        as_int64(positions),
+        as_int64(slot_mapping),
+        as_int32(block_table),
         block_size,
         state_width,
         cos_sin_cache,
         kv_cache,
-        k_cache_metadata,
+        _metadata(k_cache_metadata),
         pdl_kwargs,
         head_dim,
         rope_head_dim,
@@ -103,6 +107,14 @@ def compress_norm_rope_store_triton(
         scale_dim,
         kv_format=_record_format(head_dim, kv_cache, use_fp4_cache),
     )
+
+
+def _metadata(k_cache_metadata: Any) -> Any:
+    """What the op reads of it, with int64 slots."""
+    slots = getattr(k_cache_metadata, "slot_mapping", None)
+    if not isinstance(slots, torch.Tensor) or slots.dtype != torch.int32:
+        return k_cache_metadata
+    return SimpleNamespace(slot_mapping=as_int64(slots))
 
 
 def _record_format(head_dim: int, kv_cache: torch.Tensor, use_fp4_cache: bool) -> str:
@@ -160,15 +172,15 @@ def compress_norm_rope_store_cutedsl(
     ops.compress_norm_rope_store(
         state_cache,
         num_actual,
-        token_to_req_indices,
-        positions,
-        slot_mapping,
-        block_table,
+        as_int32(token_to_req_indices),
+        as_int64(positions),
+        as_int64(slot_mapping),
+        as_int32(block_table),
         block_size,
         state_width,
         cos_sin_cache,
         kv_cache,
-        k_cache_metadata,
+        _metadata(k_cache_metadata),
         pdl_kwargs,
         head_dim,
         rope_head_dim,
@@ -337,9 +349,8 @@ def get_compressed_slot_mapping(
     Table entries that are negative or outside the table give -1, where vLLM clamps the table to 0 before the call.
     """
     tokens = block_size * compress_ratio
-    return ops.get_compressed_slot_mapping(
-        num_tokens, query_start_loc, seq_lens, block_table, tokens, compress_ratio, out
-    )
+    starts, lens, table = as_int32(query_start_loc), as_int32(seq_lens), as_int32(block_table)
+    return ops.get_compressed_slot_mapping(num_tokens, starts, lens, table, tokens, compress_ratio, out)
 
 
 def get_compressed_slot_mapping_v033(
@@ -361,11 +372,11 @@ def get_compressed_slot_mapping_v033(
     accept_only("get_compressed_slot_mapping", 1, dcp_world_size=dcp_world_size)
     return ops.get_compressed_slot_mapping(
         num_tokens,
-        query_start_loc,
-        seq_lens,
-        block_table,
+        as_int32(query_start_loc),
+        as_int32(seq_lens),
+        as_int32(block_table),
         block_size * compress_ratio,
         compress_ratio,
         out,
-        slot_mapping=slot_mapping,
+        slot_mapping=as_int64(slot_mapping),
     )

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's calls around the indexer; import them from `cute_kernels.compat.vllm`."""
+"""vLLM's calls around the indexer; import them from `cute_kernels.compat.vllm`.
+
+Positions, lengths, ranges and block tables may be int32 or int64.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 import torch
 
 from cute_kernels import formats
-from cute_kernels.compat.arguments import accept_only, indexer_format, query_codes
+from cute_kernels.compat.arguments import accept_only, as_int32, as_int64, indexer_format, key_scales, query_codes
 from cute_kernels.compat.deep_gemm import get_paged_mqa_logits_metadata as _metadata
 from cute_kernels.indexer import ops
 from cute_kernels.runtime.checks import Checker
@@ -42,7 +45,7 @@ def fused_indexer_q_rope_quant(
     where vLLM since May 2026 rounds them to even (the op has `e2m1_rounding`); take queries and keys from one project.
     """
     return ops.fused_indexer_q_rope_quant(
-        positions,
+        as_int64(positions),
         index_q,
         index_q_cos_sin_cache,
         index_weights,
@@ -66,7 +69,13 @@ def fp8_mqa_logits(
 
     The logits are allocated.
     """
-    return ops.mqa_logits(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k=max_seqlen_k)
+    starts, ends = as_int32(cu_seq_len_k_start), as_int32(cu_seq_len_k_end)
+    keys = _keys("fp8_mqa_logits", kv)
+    return ops.mqa_logits(q, keys, weights, starts, ends, clean_logits, max_seqlen_k=max_seqlen_k)
+
+
+def _keys(op: str, kv: Any) -> tuple[Any, Any]:
+    return key_scales(*Checker(op).pair("kv", kv, "codes, scales"))
 
 
 def fp8_fp4_mqa_logits(
@@ -80,6 +89,8 @@ def fp8_fp4_mqa_logits(
     """`indexer.ops.mqa_logits` as vllm.utils.deep_gemm of 0.33 has it: column j of a row is key cu_seqlen_ks + j.
 
     q              FP8: (e4m3 [M, H, 128], None); MXFP4: (int8 or uint8 [M, H, 64], int32 [M, H])
+    kv             FP8: (e4m3 or uint8 [N, 128], fp32 [N]); MXFP4: (int8 or uint8 [N, 64], int32 [N]). Scales may be
+                   [N, 1], or their bytes uint8 [N, 4], as `cp_gather_indexer_k_quant_cache` writes them
     max_seqlen_k   columns of the result, > 0; those past a row's keys are undefined
 
     Weights and logits are fp32 on every architecture, where vLLM has bf16 on SM100. The same name took `clean_logits`
@@ -92,7 +103,8 @@ def fp8_fp4_mqa_logits(
         c.fail("max_seqlen_k", "a number of columns", max_seqlen_k, TypeError)
     c.require(max_seqlen_k > 0, "max_seqlen_k", "a positive number", max_seqlen_k)
     codes = query_codes(op, q)
-    return ops.mqa_logits(codes, kv, weights, cu_seqlen_ks, cu_seqlen_ke, False, max_seqlen_k=max_seqlen_k)
+    starts, ends = as_int32(cu_seqlen_ks), as_int32(cu_seqlen_ke)
+    return ops.mqa_logits(codes, _keys(op, kv), weights, starts, ends, False, max_seqlen_k=max_seqlen_k)
 
 
 def get_paged_mqa_logits_metadata(
@@ -120,9 +132,8 @@ def fp8_paged_mqa_logits(
     context_lens is int32 [B, next_n]. [B] is refused for next_n > 1, because DeepGEMM's rule for it is wrong for
     compressed keys; `cute_kernels.compat.deep_gemm` has that rule.
     """
-    return ops.paged_mqa_logits(
-        q, kv_cache, weights, context_lens, block_tables, schedule_metadata, max_model_len, clean_logits
-    )
+    lens, tables = as_int32(context_lens), as_int32(block_tables)
+    return ops.paged_mqa_logits(q, kv_cache, weights, lens, tables, schedule_metadata, max_model_len, clean_logits)
 
 
 def fp8_fp4_paged_mqa_logits(
@@ -152,8 +163,8 @@ def fp8_fp4_paged_mqa_logits(
         codes,
         kv_cache,
         weights,
-        context_lens,
-        block_tables,
+        as_int32(context_lens),
+        as_int32(block_tables),
         schedule_metadata,
         max_model_len,
         kv_format=indexer_format(kv_cache, isinstance(codes, tuple)),
@@ -171,10 +182,9 @@ def cp_gather_indexer_k_quant_cache(
 
     dst_k of 64 columns means MXFP4, of 128 FP8. Rows whose page the table does not name are left as they are.
     """
-    mxfp4 = dst_k.shape[-1] == formats.INDEX_DIM // 2
-    ops.cp_gather_indexer_k_quant_cache(
-        kv_cache, dst_k, dst_scale, block_table, cu_seq_lens, kv_format=indexer_format(kv_cache, mxfp4)
-    )
+    kv_format = indexer_format(kv_cache, dst_k.shape[-1] == formats.INDEX_DIM // 2)
+    table, starts = as_int32(block_table), as_int32(cu_seq_lens)
+    ops.cp_gather_indexer_k_quant_cache(kv_cache, dst_k, dst_scale, table, starts, kv_format=kv_format)
 
 
 def top_k_per_row_prefill(
@@ -191,9 +201,8 @@ def top_k_per_row_prefill(
 
     The pick is deterministic: of equal scores the lower column wins. Any topk_tokens.
     """
-    ops.top_k_per_row_prefill(
-        logits, cu_seqlen_ks, cu_seqlen_ke, raw_topk_indices, num_rows, stride0, stride1, topk_tokens
-    )
+    starts, ends = as_int32(cu_seqlen_ks), as_int32(cu_seqlen_ke)
+    ops.top_k_per_row_prefill(logits, starts, ends, raw_topk_indices, num_rows, stride0, stride1, topk_tokens)
 
 
 def top_k_per_row_decode(
@@ -211,4 +220,5 @@ def top_k_per_row_decode(
     seq_lens is int32 [B, next_n]; [B] is refused for next_n > 1, where vLLM takes seq_len - next_n + j + 1 columns. The
     pick is deterministic: of equal scores the lower column wins. Any topk_tokens.
     """
-    ops.top_k_per_row_decode(logits, next_n, seq_lens, raw_topk_indices, num_rows, stride0, stride1, topk_tokens)
+    lens = as_int32(seq_lens)
+    ops.top_k_per_row_decode(logits, next_n, lens, raw_topk_indices, num_rows, stride0, stride1, topk_tokens)

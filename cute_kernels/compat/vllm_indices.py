@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's index builders; import them from `cute_kernels.compat.vllm`."""
+"""vLLM's index builders; import them from `cute_kernels.compat.vllm`.
+
+Indices, lengths, block tables, positions and slots may be int32 or int64; results are int32.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from cute_kernels.compat.arguments import accept_only
+from cute_kernels.compat.arguments import accept_only, as_int32, as_int64, dense_last
 from cute_kernels.indices import ops
 from cute_kernels.indices.ops import mixed_width
 from cute_kernels.runtime.checks import Checker
@@ -29,9 +32,8 @@ def compute_global_topk_indices_and_lens(
 
     An index beyond the block table, or on a negative page, becomes -1 and does not count.
     """
-    return ops.compute_global_topk_indices_and_lens(
-        topk_indices, token_to_req_indices, block_table, block_size, is_valid_token
-    )
+    indices, rows, table = as_int32(topk_indices), as_int32(token_to_req_indices), as_int32(block_table)
+    return ops.compute_global_topk_indices_and_lens(indices, rows, table, block_size, is_valid_token)
 
 
 def build_c128a_topk_metadata(
@@ -49,13 +51,13 @@ def build_c128a_topk_metadata(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`indices.ops.build_c128a_topk_metadata`, the same arguments; the results are views of the buffers."""
     return ops.build_c128a_topk_metadata(
-        positions,
+        dense_last(positions),
         compress_ratio,
         num_decode_tokens,
-        token_to_req_indices,
-        block_table,
+        as_int32(token_to_req_indices),
+        as_int32(block_table),
         block_size,
-        slot_mapping,
+        as_int64(slot_mapping),
         global_decode_buffer,
         decode_lens_buffer,
         prefill_buffer,
@@ -86,8 +88,9 @@ def combine_topk_swa_indices(
     op = "combine_topk_swa_indices"
     accept_only(op, None, left_visible=left_visible, right_visible=right_visible)
     accept_only(op, 0, max_image_tokens=max_image_tokens)
+    starts, lens, gathered = as_int32(query_start_loc), as_int32(seq_lens), as_int32(gather_lens)
     return ops.combine_topk_swa_indices(
-        topk_indices, query_start_loc, seq_lens, gather_lens, window_size, compress_ratio, topk, M, N, out=out
+        as_int32(topk_indices), starts, lens, gathered, window_size, compress_ratio, topk, M, N, out=out
     )
 
 
@@ -140,16 +143,16 @@ def build_flashinfer_mixed_sparse_indices(
     indices = torch.empty(num_rows, width, dtype=torch.int32, device=decode_swa_indices.device)
     lens = torch.empty(num_rows, dtype=torch.int32, device=decode_swa_indices.device)
     ops.build_flashinfer_mixed_sparse_indices(
-        decode_swa_indices,
-        decode_compressed_indices,
-        decode_compressed_topk_lens,
-        prefill_topk_indices,
-        query_start_loc,
-        seq_lens,
-        token_to_req_indices,
-        swa_block_table,
+        as_int32(decode_swa_indices),
+        as_int32(decode_compressed_indices),
+        as_int32(decode_compressed_topk_lens),
+        as_int32(prefill_topk_indices),
+        as_int32(query_start_loc),
+        as_int32(seq_lens),
+        as_int32(token_to_req_indices),
+        as_int32(swa_block_table),
         swa_block_size,
-        compressed_block_table,
+        as_int32(compressed_block_table),
         compressed_block_size,
         window_size,
         compress_ratio,

@@ -158,7 +158,7 @@ LENGTHS = torch.ones(4, dtype=INT)
         ("fp8_fp4_paged_mqa_logits", {"clean_logits": 64}, "clean_logits", TypeError),
         ("fp8_fp4_paged_mqa_logits", {"q": LENGTHS}, "q", TypeError),
         ("fp8_fp4_paged_mqa_logits", {"q": (LENGTHS, None)}, r"q\[0\]", TypeError),
-        ("fp8_fp4_paged_mqa_logits", {"context_lens": LENGTHS.long()}, "context_lens", TypeError),
+        ("fp8_fp4_paged_mqa_logits", {"context_lens": LENGTHS.float()}, "context_lens", TypeError),
         ("fp8_fp4_mqa_logits", {"logits_dtype": torch.bfloat16}, "logits_dtype", NotImplementedError),
         ("fp8_fp4_mqa_logits", {"clean_logits": 64}, "clean_logits", TypeError),
         ("fp8_mqa_logits", {"clean_logits": 64}, "clean_logits", TypeError),

@@ -150,7 +150,8 @@ def test_a_second_cache_needs_its_indices(argument: str) -> None:
 
 def test_decode_compiles() -> None:
     case = Decode()
-    args = case.args()
+    args = case.args(indices=torch.from_numpy(case.indices))
+    assert args["indices"].dtype == torch.int64
     call = torch.compile(flash_mla_with_kvcache, fullgraph=True, backend="aot_eager", dynamic=True)
     model.assert_bf16(call(**args)[0], case.expect()[0])
 

@@ -298,10 +298,12 @@ def test_compiles() -> None:
 
 def test_arguments_that_must_be_there_may_have_any_strides() -> None:
     lengths = torch.zeros(4, 3, dtype=torch.int32)[:, 1]
-    assert required("op", "lengths", lengths, torch.int32) is lengths
-    for wrong in (None, lengths.long()):
+    for given in (lengths, lengths.long()):
+        got = required("op", "lengths", given)
+        assert (got.dtype, got.stride(), got.tolist()) == (torch.int32, (1,), lengths.tolist())
+    for wrong in (None, lengths.float()):
         with pytest.raises(TypeError, match=r"^op: lengths: expected "):
-            required("op", "lengths", wrong, torch.int32)
+            required("op", "lengths", wrong)
 
 
 def test_one_value_alone_is_accepted() -> None:

@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MODULES = ("flash_mla", "deep_gemm", "flashinfer", "vllm")
 
-# vLLM 0.33.0, vllm/third_party/flashmla/flash_mla_interface.py. FlashMLA itself (April 2026) ends before `out`.
+# vLLM 0.33.0, vllm/third_party/flashmla/flash_mla_interface.py. FlashMLA itself (April 2026) ends before `out`. Behind
+# the star is what SGLang 0.5.23's calls have beside, and memory of the caller.
 FLASH_MLA = {
     "FlashMLASchedMeta": "have_initialized=False, config=None, tile_scheduler_metadata=None, num_splits=None",
     "get_mla_metadata": "*args, **kwargs",
@@ -23,9 +24,12 @@ FLASH_MLA = {
         "q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None, "
         "softmax_scale=None, causal=False, is_fp8_kvcache=False, indices=None, attn_sink=None, extra_k_cache=None, "
         "extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None, out=None, "
-        "enable_batch_invariant=False"
+        "enable_batch_invariant=False, *, use_legacy=False, descale_q=None, descale_k=None, kv_format=None, lse=None, "
+        "workspace=None"
     ),
-    "flash_mla_sparse_fwd": "q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, out=None",
+    "flash_mla_sparse_fwd": (
+        "q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, out=None, *, max_logits=None, lse=None"
+    ),
 }
 
 # DeepGEMM 2.6.1, csrc/apis/attention.hpp.

@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls
-from layers import BlockTables
+from layers import BlockTables, deepseek_v4_attention, forward_context, register_layer, unregister_layer
 from layers.metadata import DeepseekV4Metadata
 from tests.helpers import raw_bytes
 from tests.layers.engine import KINDS, NO_PAGE, Engine, Request, hidden_rows, make_layer
@@ -104,6 +104,41 @@ def test_a_replayed_step_is_the_eager_step(ratio: int, options: dict[str, Any]) 
         assert torch.equal(got, want), f"step {number}"
         for mine, theirs in zip(graphed.pools(), eager.pools(), strict=True):
             assert torch.equal(mine, theirs), f"step {number}"
+
+
+class SplitDecoder(Decoder):
+    """The same by the op that compilers split at, into more heads than there are."""
+
+    def eager(self, m: DeepseekV4Metadata) -> torch.Tensor:
+        layer = self.engine.layer
+        heads = torch.full((ROWS, layer.num_heads + 5, 512), 7.0, dtype=torch.bfloat16, device="cuda")
+        register_layer("layer", layer, self.engine.caches)
+        with forward_context({m.compress_ratio: m}):
+            deepseek_v4_attention(self.hidden, m.positions, heads, "layer")
+        unregister_layer("layer")
+        self.padding = heads[:, layer.num_heads :]
+        return layer.project(heads, m.positions)
+
+
+@pytest.mark.parametrize("ratio", KINDS)
+@pytest.mark.parametrize("kv", ["fp8_ds_mla", "fp8"])
+def test_attention_by_its_op(ratio: int, kv: str) -> None:
+    """Through its ops, by launches that were kept, and in a graph."""
+    split, whole = SplitDecoder(ratio, kv_cache=kv), Decoder(ratio, kv_cache=kv)
+    for number, active in enumerate(STEPS[:4]):
+        got, want = split.eager(split.prepare(active, number)), whole.eager(whole.prepare(active, number))
+        assert torch.equal(got, want), f"step {number}"
+        assert bool((split.padding == 7).all())
+    assert len(split.engine.layer._bound) > 1
+    split.capture(split.prepare(STEPS[4], 8))
+    split.replay()
+    whole.eager(whole.prepare(STEPS[4], 8))
+    for number, active in enumerate(STEPS[5:]):
+        split.prepare(active, 10 + number)
+        assert torch.equal(split.replay(), whole.eager(whole.prepare(active, 10 + number))), f"step {number}"
+        assert bool((split.padding == 7).all())
+    for mine, theirs in zip(split.pools(), whole.pools(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("ratio", KINDS)

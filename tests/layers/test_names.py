@@ -20,7 +20,20 @@ SAME = [
     "SparseAttnIndexer",
     "DeepseekV4MultiHeadLatentAttentionWrapper",
     "deepseek_v4_fp8_einsum",
+    "deepseek_v4_attention",
     "DeepseekV4MLAAttention",
+    "DeepseekV4MLAModules",
+    "DeepseekV4FlashInferMLASparseBackend",
+    "get_kv_cache_spec",
+    "init_layer_buffers",
+    "_build_sparse_index_metadata",
+    "attn_gemm_parallel_execute",
+    "get_padded_num_q_heads",
+    "fused_kv_compress_norm_rope_insert_sparse_attn_cutedsl",
+    "split_kv_compress_norm_rope_insert_sparse_attn_cutedsl",
+    "FlashMLASchedMeta",
+    "get_mla_metadata",
+    "get_paged_mqa_logits_metadata",
     "DeepseekV4FlashInferMLASparseImpl",
     "save_partial_states",
     "quantize_and_insert_k_cache",
@@ -43,14 +56,13 @@ SAME = [
     "fused_inv_rope_fp8_quant",
 ]
 RENAMED = {
-    "DeepseekV4MLAModules": "build_layer",
-    "deepseek_v4_attention": "DeepseekV4MLAAttention.forward",
-    "DeepseekV4FlashInferMLASparseBackend": "DeepseekV4FlashInferMLASparseImpl",
+    "forward_mqa": "DeepseekV4MLAAttention.forward",
     "step metadata": "DeepseekV4Metadata",
     "compress_norm_rope_store_triton": "compress_norm_rope_store",
     "compress_norm_rope_store_cutedsl": "compress_norm_rope_store",
     "fp8_mqa_logits": "mqa_logits",
     "fp8_paged_mqa_logits": "paged_mqa_logits",
+    "fp8_fp4_paged_mqa_logits": "paged_mqa_logits",
     "decode SWA indices": "compute_decode_swa_indices",
     "flash_mla_with_kvcache": "sparse_mla_decode",
     "flash_mla_sparse_fwd": "sparse_mla_prefill",
@@ -59,6 +71,28 @@ RENAMED = {
     "MTP layer": "DeepseekV4MTPNorms",
 }
 PREFIXES = ("cute_kernels.",)
+MEMBERS = {
+    "DeepseekCompressor": "fused_wkv_wgate ape norm_weight forward",
+    "DeepseekV4Indexer": "wq_b weights_proj compressor indexer_op softmax_scale forward",
+    "SparseAttnIndexer": "topk_tokens compress_ratio topk_indices_buffer forward",
+    "DeepseekV4MLAModules": "fused_wqa_wkv q_norm wq_b kv_norm wo_a wo_b attn_sink rotary_emb indexer "
+    "indexer_rotary_emb topk_indices_buffer aux_stream_list",
+    "DeepseekV4MultiHeadLatentAttentionWrapper": "fused_wqa_wkv wq_b rotary_emb mla_attn compressor indexer "
+    "attn_gemm_parallel_execute forward",
+    "DeepseekV4MLAAttention": "num_heads scale compress_ratio attn_sink max_model_len forward",
+    "DeepseekV4FlashInferMLASparseImpl": "init_layer_buffers bmm1_scale bmm2_scale fp8_kv_scale q_scale_inv "
+    "_build_sparse_index_metadata forward",
+    "DeepseekV4FlashInferMLASparseBackend": "get_name get_impl_cls get_padded_num_q_heads supported_dtypes "
+    "get_supported_kernel_block_sizes get_supported_head_sizes get_kv_cache_spec",
+    "CompressorStateCache": "data kv_format block_size",
+    "DeepseekV4SWACache": "data kv_format block_size",
+    "DeepseekV4IndexerCache": "data kv_format block_size",
+    "step metadata": "num_decodes num_prefills num_decode_tokens num_prefill_tokens seq_lens query_start_loc "
+    "token_to_req_indices slot_mapping swa_block_table is_valid_token decode_swa_indices decode_swa_lens "
+    "prefill_seq_lens prefill_gather_lens c128a_global_decode_topk_indices c128a_decode_topk_lens "
+    "c128a_prefill_topk_indices",
+}
+"""What a baseline class has that engines or its other classes use, under ours as the table names it."""
 
 
 def table() -> dict[str, list[str]]:
@@ -108,6 +142,19 @@ def test_every_path_of_the_table_exists() -> None:
     for paths in table().values():
         for path in paths:
             resolve(path)
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_members_have_counterparts(name: str) -> None:
+    """Attributes of classes, fields of dataclasses, or what an object gets when it is made."""
+    ours = resolve(table()[name][0])
+    assert isinstance(ours, type)
+    made = "\n".join(inspect.getsource(base) for base in ours.__mro__ if base.__module__.startswith("cute_kernels"))
+    for member in MEMBERS[name].split():
+        is_set = re.search(
+            rf"^    {member}: |\bself\.(\w+, self\.)*{member}\b[^=\n]*= |register_buffer\(\"{member}\"", made, re.M
+        )
+        assert hasattr(ours, member) or is_set, member
 
 
 SIGNATURES = {
