@@ -57,7 +57,26 @@ END
     pip_install torch==2.13.0
     pip_install -e "$ROOT${extra:+[$extra]}"
   fi
+  [[ $extra != test ]] || install_oldest_dsl
   echo "$key $extra" >"$stamp"
+}
+
+# The oldest CuTe DSL and TVM-FFI that pyproject.toml allows, which engines pin, into a folder beside the newest that pip
+# has installed: tests/compile/test_oldest_dsl.py.
+install_oldest_dsl() {
+  local folder=$ROOT/.venv/oldest-dsl name packages=() dsl ffi
+  dsl=$(oldest nvidia-cutlass-dsl)
+  ffi=$(oldest apache-tvm-ffi)
+  for name in '' -libs-base -libs-core -libs-cu12; do
+    packages+=("nvidia-cutlass-dsl$name==$dsl")
+  done
+  rm -rf "$folder"
+  pip_install --no-deps --target "$folder" "${packages[@]}" "apache-tvm-ffi==$ffi"
+}
+
+# oldest PACKAGE: the first version of a dependency that pyproject.toml allows
+oldest() {
+  sed -n "s/^    \"$1>=\([^,]*\),.*/\1/p" "$ROOT/pyproject.toml"
 }
 
 make_venv() {
