@@ -23,6 +23,7 @@ from .caches import (
     LayerCaches,
 )
 from .checkpoint import CheckpointError, build_layer, held_layers, random_layer_tensors, read_layer_tensors
+from .communicator import Communicator, CommunicatorError, GroupCommunicator, ThreadCommunicator
 from .compressor import DeepseekCompressor
 from .config import PRESETS, ConfigError, DeepseekV4Config
 from .indexer import DeepseekV4Indexer, SparseAttnIndexer
@@ -37,6 +38,8 @@ __all__ = [
     "AttentionOptions",
     "BlockTables",
     "CheckpointError",
+    "Communicator",
+    "CommunicatorError",
     "CompressorStateCache",
     "ConfigError",
     "DeepseekCompressor",
@@ -51,10 +54,12 @@ __all__ = [
     "DeepseekV4MetadataBuilder",
     "DeepseekV4MultiHeadLatentAttentionWrapper",
     "DeepseekV4SWACache",
+    "GroupCommunicator",
     "LayerCaches",
     "RotaryEmbedding",
     "SparseAttnIndexer",
     "TensorParallel",
+    "ThreadCommunicator",
     "build_layer",
     "held_layers",
     "random_layer_tensors",

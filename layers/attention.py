@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import nn
 
-from cute_kernels import numerics
+from cute_kernels import __version__, numerics
 from cute_kernels.formats import FP8_DS_MLA, INDEXER_FP8
 from cute_kernels.insert_compress.ops import fused_qkv_insert_compress, fused_qkv_insert_compress_index
 from cute_kernels.linear.ops import fp8_linear, fp8_linear_squares
@@ -28,7 +29,7 @@ from .linear import Linear, bf16_product
 from .metadata import DeepseekV4Metadata
 from .mla import DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention, Workspace
 from .output import OutputProjection
-from .parallel import TensorParallel
+from .parallel import TensorParallel, verify_ranks
 from .prefill_form import PREFILL_FORMS
 from .rotary import RotaryEmbedding
 from .stacked import StackedLinears
@@ -157,6 +158,16 @@ def run_on_streams(
     return [results[number] for number in range(len(tasks))]
 
 
+_OWN_OPTIONS = frozenset(("aux_streams", "tp", "workspace", "topk_indices_buffer"))
+"""Options that ranks have objects of their own for."""
+
+
+def _digest(x: torch.Tensor) -> str:
+    """Of a tensor's shape and bytes."""
+    content = hashlib.sha256(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return f"{tuple(x.shape)} {content.hexdigest()[:16]}"
+
+
 def _stack_again(module: nn.Module, keys: object) -> None:
     """Hook of load_state_dict, which may assign tensors."""
     assert isinstance(module, DeepseekV4MultiHeadLatentAttentionWrapper)
@@ -257,6 +268,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
                 e2m1_rounding=options.e2m1_rounding,
                 persist=options.persist,
                 keep_every=options.keep_every,
+                tp=tp,
                 **gemm,
             )
         self.o_proj = OutputProjection(
@@ -354,7 +366,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         check.tensor("hidden_states", hidden_states, torch.bfloat16, (None, self.config.hidden_size))
         if metadata is None:
             self.mla_attn.reserve(hidden_states.device)
-            return torch.zeros_like(hidden_states)
+            return self._profile(hidden_states)
         if caches is None:
             check.fail("caches", "the layer's caches", "None")
         self._check_step(check, metadata, caches)
@@ -364,7 +376,46 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
                 f"attention layer: hidden_states and positions: expected at least {rows} rows as in the metadata, "
                 f"got {hidden_states.shape[0]} and {positions.shape[0]}"
             )
-        return self._rows_of_step(hidden_states, metadata, caches, capture)
+        if self.tp.size == 1:
+            return self._rows_of_step(hidden_states, metadata, caches, capture)
+        if self.tp.check_steps:
+            self._verify_step(hidden_states, metadata)
+        try:
+            return self.tp.sum(self._rows_of_step(hidden_states, metadata, caches, capture))
+        except BaseException:
+            self.tp.abort()
+            raise
+
+    def verify_ranks(self) -> None:
+        """Raise the same ValueError on every rank of the tensor-parallel group unless their layers agree in config,
+        options, storage of weights and versions. The profiling run does so, too."""
+        if self.tp.has_collectives:
+            options = [f for f in fields(self.options) if f.name not in _OWN_OPTIONS]
+            facts = {f.name: str(getattr(self.options, f.name)) for f in options}
+            facts |= {f"config.{f.name}": str(getattr(self.config, f.name)) for f in fields(self.config)}
+            facts |= {name: f"{buffer.dtype} {tuple(buffer.shape)}" for name, buffer in self.named_buffers()}
+            facts |= {f"tp.{name}": str(getattr(self.tp, name)) for name in ("indexer", "partial_dtype", "check_steps")}
+            facts |= {"layer_index": str(self.layer_index), "versions": f"{__version__}, torch {torch.__version__}"}
+            verify_ranks(self.tp.communicator, "attention layer", facts)
+
+    def _verify_step(self, hidden_states: torch.Tensor, m: DeepseekV4Metadata) -> None:
+        """The same for what a step is given."""
+        facts = {"query_start_loc": str(m.query_start_loc_cpu), "num_decodes": str(m.num_decodes)}
+        facts |= {"seq_lens": str(m.seq_lens_cpu), "hidden_states": _digest(hidden_states)}
+        facts |= {"slots": _digest(m.slot_mapping)}
+        if m.compressed_slot_mapping is not None:
+            facts["compressed slots"] = _digest(m.compressed_slot_mapping)
+        verify_ranks(self.tp.communicator, "step", facts)
+
+    def _profile(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Zeros for every row. The ranks' collectives run once, before a graph is captured: their libraries make
+        connections and take memory."""
+        self.verify_ranks()
+        partial = torch.zeros(hidden_states.shape, dtype=self.o_proj.wo_b.out_dtype, device=hidden_states.device)
+        if self.tp.size > 1 and self.tp.indexer != "replicated":
+            picks = torch.zeros(self.tp.size, 1, dtype=torch.int32, device=hidden_states.device)
+            self.tp.communicator.all_gather(picks, picks[0].clone())
+        return self.tp.sum(partial)
 
     def _rows_of_step(
         self,
@@ -373,6 +424,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         caches: LayerCaches,
         capture: dict[str, torch.Tensor] | None,
     ) -> torch.Tensor:
+        """This rank's partial sum."""
         rows, device = metadata.num_tokens, hidden_states.device
         out = whole = torch.empty(hidden_states.shape, dtype=self.o_proj.wo_b.out_dtype, device=device)
         if hidden_states.shape[0] > rows:
@@ -388,7 +440,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             )
         else:
             self._forward(hidden_states, metadata, caches, capture, out)
-        return self.tp.sum(whole)
+        return whole
 
     def _is_bindable(self, hidden_states: torch.Tensor, m: DeepseekV4Metadata) -> bool:
         """Whether the launches of this step may be kept for others of its kind: on one stream."""
@@ -396,6 +448,9 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         if not options.bind_steps or not m.num_tokens or options.aux_streams:
             return False
         if m.num_prefill_tokens > BOUND_PREFILL_MAX_TOKENS:
+            return False
+        # collectives are no launches that could be kept
+        if self.indexer is not None and self.indexer.indexer_op.shards(hidden_states.device, m):
             return False
         return BoundSteps.apply(hidden_states)
 
