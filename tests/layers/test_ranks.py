@@ -19,12 +19,19 @@ from tests.layers.engine import CONFIG, KINDS, Engine, Request, hidden_rows, mak
 from tests.layers.ranks import RankPool, exchange, parallel_layer, ragged_steps, run_threads
 
 WIDE = replace(CONFIG, o_groups=8)
-PROCESSES = 4
+PROCESSES = 3
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     found = RankPool(PROCESSES)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    found = RankPool(4)
     yield found
     found.close()
 
@@ -61,15 +68,11 @@ def assert_as_one(results: list[dict[str, Any]], whole: dict[str, Any]) -> None:
         assert relative(ours, theirs) < 4e-3
 
 
-SAMPLE = [(2, 4, {"index_cache": "mxfp4", "tp_indexer": "rows"}), (4, 128, {"tp_check_steps": True})]
-
-
-@pytest.mark.parametrize(("size", "ratio", "options"), SAMPLE)
-def test_processes_give_what_one_gives(pool: RankPool, size: int, ratio: int, options: dict[str, Any]) -> None:
-    """Steps of three requests, more than there are ranks or fewer."""
-    of_layer = {name: value for name, value in options.items() if not name.startswith("tp_")}
-    results = pool.run(size, parallel_layer, ratio, 3, {"config": WIDE, **options})
-    assert_as_one(results, ragged_steps(make_layer(ratio, config=WIDE, **of_layer), 3))
+def test_processes_give_what_one_gives(pool: RankPool) -> None:
+    options = {"config": WIDE, "index_cache": "mxfp4"}
+    parallel = {**options, "tp_indexer": "rows", "tp_check_steps": True}
+    results = pool.run(2, parallel_layer, 4, 3, parallel)
+    assert_as_one(results, ragged_steps(make_layer(4, **options), 3))
 
 
 @pytest.mark.slow
@@ -77,19 +80,19 @@ def test_processes_give_what_one_gives(pool: RankPool, size: int, ratio: int, op
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("index_cache", ["fp8", "mxfp4"])
 @pytest.mark.parametrize("kv_cache", ["fp8_ds_mla", "bf16"])
-def test_every_kind_and_format(pool: RankPool, size: int, ratio: int, index_cache: str, kv_cache: str) -> None:
+def test_every_kind_and_format(four: RankPool, size: int, ratio: int, index_cache: str, kv_cache: str) -> None:
     if ratio != 4 and index_cache != "fp8":
         pytest.skip("has no indexer")
     options = {"config": WIDE, "index_cache": index_cache, "kv_cache": kv_cache}
     whole = ragged_steps(make_layer(ratio, **options), 5)
     for form in ("replicated", "rows")[: 1 + (ratio == 4)]:
-        assert_as_one(pool.run(size, parallel_layer, ratio, 5, {**options, "tp_indexer": form}), whole)
+        assert_as_one(four.run(size, parallel_layer, ratio, 5, {**options, "tp_indexer": form}), whole)
 
 
 def test_threads_with_fewer_requests_than_ranks() -> None:
     """Ranks without a decode row; the partial outputs are fp32, so that nearly all bits are one process's."""
     options = {"config": WIDE, "tp_indexer": "rows", "tp_partial_dtype": torch.float32}
-    results = run_threads(8, parallel_layer, 4, 2, options)
+    results = run_threads(4, parallel_layer, 4, 2, options)
     whole = ragged_steps(make_layer(4, config=WIDE), 2)
     assert_as_one(results, whole)
     assert relative(torch.cat(results[0]["outputs"]), torch.cat(whole["outputs"])) < 1e-4
