@@ -48,6 +48,22 @@ def _steps(communicator: Communicator, ratio: int, indexer: str, size: int) -> d
     return ragged_steps(_layer(communicator, ratio, indexer, size), 3)
 
 
+def _bound_steps(communicator: Communicator, indexer: str) -> tuple[int, set[str], bool]:
+    """Kept decode steps, what kept steps from being kept, and whether all of them gave the bits of those that are not."""
+    outputs = []
+    for bind in (False, True):
+        layer = _layer(communicator, 4, indexer, 2)
+        layer.options.bind_steps = bind
+        engine, requests = Engine(layer, seed=3), [Request() for _ in range(3)]
+        engine.step([], [(request, hidden_rows(200, seed=n)) for n, request in enumerate(requests)])
+        steps = []
+        for step in range(4):
+            hidden = hidden_rows(3, seed=20 + step)
+            steps.append(torch.cat(engine.step([(r, hidden[n : n + 1]) for n, r in enumerate(requests)])))
+        outputs.append(torch.cat(steps))
+    return len(layer._bound), layer._bound.foreign, torch.equal(outputs[0], outputs[1])
+
+
 def _replays(communicator: Communicator, ratio: int, indexer: str) -> tuple[int, torch.Tensor, torch.Tensor]:
     """How many replays of a captured decode step gave the eager step's bits, its output and its picks."""
     layer = _layer(communicator, ratio, indexer, 2)
@@ -110,3 +126,10 @@ def test_two_gpus_give_what_one_gives(pool: RankPool, ratio: int) -> None:
 def test_a_step_in_a_graph(pool: RankPool, ratio: int, indexer: str) -> None:
     for same, _, _ in pool.run(2, _replays, ratio, indexer):
         assert same == REPLAYS
+
+
+def test_steps_are_bound_with_their_collectives(pool: RankPool) -> None:
+    for kept, foreign, same in pool.run(2, _bound_steps, "rows"):
+        assert same
+        assert kept > 0
+        assert not foreign
