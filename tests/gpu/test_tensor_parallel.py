@@ -49,7 +49,7 @@ def _steps(communicator: Communicator, ratio: int, indexer: str, size: int) -> d
 
 
 def _bound_steps(communicator: Communicator, indexer: str) -> tuple[int, set[str], bool]:
-    """Kept decode steps, what kept steps from being kept, and whether all of them gave the bits of those that are not."""
+    """Kept decode steps, what kept others from being so, and whether they gave the bits of steps that are not kept."""
     outputs = []
     for bind in (False, True):
         layer = _layer(communicator, 4, indexer, 2)
