@@ -23,6 +23,7 @@ from .caches import (
     LayerCaches,
 )
 from .checkpoint import CheckpointError, build_layer, held_layers, random_layer_tensors, read_layer_tensors
+from .communicator import Communicator, CommunicatorError, GroupCommunicator, ThreadCommunicator
 from .compressor import DeepseekCompressor
 from .config import PRESETS, ConfigError, DeepseekV4Config
 from .engine import (
@@ -48,6 +49,8 @@ __all__ = [
     "AttentionOptions",
     "BlockTables",
     "CheckpointError",
+    "Communicator",
+    "CommunicatorError",
     "CompressorStateCache",
     "ConfigError",
     "DeepseekCompressor",
@@ -65,11 +68,13 @@ __all__ = [
     "DeepseekV4MetadataBuilder",
     "DeepseekV4MultiHeadLatentAttentionWrapper",
     "DeepseekV4SWACache",
+    "GroupCommunicator",
     "KVCacheSpec",
     "LayerCaches",
     "RotaryEmbedding",
     "SparseAttnIndexer",
     "TensorParallel",
+    "ThreadCommunicator",
     "build_layer",
     "deepseek_v4_attention",
     "forward_context",

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import nn
 
-from cute_kernels import numerics
+from cute_kernels import __version__, numerics
 from cute_kernels.formats import FP8_DS_MLA, INDEXER_FP8
 from cute_kernels.insert_compress.ops import fused_qkv_insert_compress, fused_qkv_insert_compress_index
 from cute_kernels.linear.ops import fp8_linear, fp8_linear_squares
@@ -28,7 +29,7 @@ from .linear import Linear, bf16_product
 from .metadata import DeepseekV4Metadata
 from .mla import DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention, Workspace
 from .output import OutputProjection
-from .parallel import TensorParallel
+from .parallel import TensorParallel, verify_ranks
 from .prefill_form import PREFILL_FORMS
 from .rotary import RotaryEmbedding
 from .stacked import StackedLinears
@@ -157,6 +158,16 @@ def run_on_streams(
     return [results[number] for number in range(len(tasks))]
 
 
+_OWN_OPTIONS = frozenset(("aux_streams", "tp", "workspace", "topk_indices_buffer"))
+"""Options that ranks have objects of their own for."""
+
+
+def _digest(x: torch.Tensor) -> str:
+    """Of a tensor's shape and bytes."""
+    content = hashlib.sha256(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return f"{tuple(x.shape)} {content.hexdigest()[:16]}"
+
+
 def _stack_again(module: nn.Module, keys: object) -> None:
     """Hook of load_state_dict, which may assign tensors."""
     assert isinstance(module, DeepseekV4MultiHeadLatentAttentionWrapper)
@@ -257,6 +268,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
                 e2m1_rounding=options.e2m1_rounding,
                 persist=options.persist,
                 keep_every=options.keep_every,
+                tp=tp,
                 **gemm,
             )
         self.o_proj = OutputProjection(
@@ -353,15 +365,16 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         check = self._check_rows(hidden_states)
         if metadata is None:
             self.mla_attn.reserve(hidden_states.device)
-            return torch.zeros_like(hidden_states)
+            return self._profile(hidden_states)
         caches = self._check_call(check, positions, hidden_states, metadata, caches)
         out = torch.empty(hidden_states.shape, dtype=self.o_proj.wo_b.out_dtype, device=hidden_states.device)
 
         def body(hidden: torch.Tensor, result: torch.Tensor) -> None:
             self._forward(hidden, metadata, caches, capture, result)
 
-        self._rows_of_step(hidden_states, metadata, caches, out, body, binds=capture is None)
-        return self.tp.sum(out)
+        with self.tp:
+            self._rows_of_step(hidden_states, metadata, caches, out, body, binds=capture is None)
+            return self.tp.sum(out)
 
     def attend(
         self,
@@ -382,6 +395,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         check.require(out.shape[1] >= self.num_heads, "out", f"at least {self.num_heads} heads", list(out.shape))
         if metadata is None:
             self.mla_attn.reserve(hidden_states.device)
+            self._profile(hidden_states)
             out.zero_()
             return
         caches = self._check_call(check, positions, hidden_states, metadata, caches)
@@ -392,12 +406,14 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             q, topk, _ = self.attention_front(*products, metadata, caches, slots=slots)
             self.mla_attn(q, caches, metadata, topk, result, slots=slots)
 
-        self._rows_of_step(hidden_states, metadata, caches, out, body, what=(out.shape, out.stride()))
+        with self.tp:
+            self._rows_of_step(hidden_states, metadata, caches, out, body, what=(out.shape, out.stride()))
 
     def project(self, out: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The layer's output, bf16 [T, hidden], from that of `attend`."""
         table = self.rotary_emb.cos_sin_cache
-        return self.tp.sum(self.o_proj(out[:, : self.num_heads], positions, table))
+        with self.tp:
+            return self.tp.sum(self.o_proj(out[:, : self.num_heads], positions, table))
 
     def _check_rows(self, hidden_states: torch.Tensor) -> Checker:
         check = Checker("attention layer")
@@ -421,7 +437,40 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
                 f"attention layer: hidden_states and positions: expected at least {rows} rows as in the metadata, "
                 f"got {hidden_states.shape[0]} and {positions.shape[0]}"
             )
+        if self.tp.size > 1 and self.tp.check_steps:
+            self._verify_step(hidden_states, metadata)
         return caches
+
+    def verify_ranks(self) -> None:
+        """Raise the same ValueError on every rank of the tensor-parallel group unless their layers agree in config,
+        options, storage of weights and versions. The profiling run does so, too."""
+        if self.tp.has_collectives:
+            options = [f for f in fields(self.options) if f.name not in _OWN_OPTIONS]
+            facts = {f.name: str(getattr(self.options, f.name)) for f in options}
+            facts |= {f"config.{f.name}": str(getattr(self.config, f.name)) for f in fields(self.config)}
+            facts |= {name: f"{buffer.dtype} {tuple(buffer.shape)}" for name, buffer in self.named_buffers()}
+            facts |= {f"tp.{name}": str(getattr(self.tp, name)) for name in ("indexer", "partial_dtype", "check_steps")}
+            facts |= {"layer_index": str(self.layer_index), "versions": f"{__version__}, torch {torch.__version__}"}
+            verify_ranks(self.tp.communicator, "attention layer", facts)
+
+    def _verify_step(self, hidden_states: torch.Tensor, m: DeepseekV4Metadata) -> None:
+        """The same for what a step is given."""
+        facts = {"query_start_loc": str(m.query_start_loc_cpu), "num_decodes": str(m.num_decodes)}
+        facts |= {"seq_lens": str(m.seq_lens_cpu), "hidden_states": _digest(hidden_states)}
+        facts |= {"slots": _digest(m.slot_mapping)}
+        if m.compressed_slot_mapping is not None:
+            facts["compressed slots"] = _digest(m.compressed_slot_mapping)
+        verify_ranks(self.tp.communicator, "step", facts)
+
+    def _profile(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Zeros for every row. The ranks' collectives run once, before a graph is captured: their libraries make
+        connections and take memory."""
+        self.verify_ranks()
+        partial = torch.zeros(hidden_states.shape, dtype=self.o_proj.wo_b.out_dtype, device=hidden_states.device)
+        if self.tp.size > 1 and self.tp.indexer != "replicated":
+            picks = torch.zeros(self.tp.size, 1, dtype=torch.int32, device=hidden_states.device)
+            self.tp.communicator.all_gather(picks, picks[0].clone())
+        return self.tp.sum(partial)
 
     def _rows_of_step(
         self,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,13 +18,17 @@ from cute_kernels.indexer.ops import (
     score_top_k_prefill,
     score_top_k_workspace_size,
 )
+from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.compile import call
 
 from .caches import KV_BLOCK_SIZE, CompressorStateCache, DeepseekV4IndexerCache
 from .compressor import DeepseekCompressor
 from .config import DeepseekV4Config
 from .linear import Linear
 from .metadata import DeepseekV4Metadata
+from .parallel import TensorParallel
+from .score_rows import shards_rows
 
 SCORE_BYTES = 256_000_000
 """Of scores in memory at a time. Calls with more are scored in chunks, each of which costs about 20 microseconds on an
@@ -37,16 +42,36 @@ def step_columns(entries: int) -> int:
     return max(-(-entries // step) * step, 1)
 
 
+ALL = slice(None)
+
 Quantized = Any
 """e4m3 [T, heads, 128], or (packed e2m1 uint8 [T, heads, 64], ue8m0 int32 [T, heads])."""
 
 
-def _rows(q: Quantized, start: int, stop: int, shape: tuple[int, ...] | None = None) -> Quantized:
-    """Rows start..stop of quantized queries, with the row dimension unflattened to `shape` if given."""
+def _rows(q: Quantized, rows: slice, shape: tuple[int, ...] | None = None, own: slice = ALL) -> Quantized:
+    """Some rows of quantized queries, with the row dimension unflattened to `shape` if given, and of that `own`."""
     if isinstance(q, tuple):
-        return tuple(_rows(part, start, stop, shape) for part in q)
-    part = q[start:stop]
-    return part if shape is None else part.unflatten(0, shape)
+        return tuple(_rows(part, rows, shape, own) for part in q)
+    part = q[rows]
+    return part if shape is None else part.unflatten(0, shape)[own]
+
+
+def _run(body: Callable[[torch.Tensor, torch.Tensor], None], first: torch.Tensor, second: torch.Tensor) -> None:
+    """`body(first, second)`, on a GPU as a launch that a bound step repeats."""
+    if first.is_cuda and not torch.compiler.is_compiling():
+        call(body, first.get_device(), first, second)
+    else:
+        body(first, second)
+
+
+def _deal(parts: torch.Tensor, out: torch.Tensor) -> None:
+    """out[i] = parts[i % N, i // N] of parts [N, ceil(rows / N), ...]."""
+    whole, rest = divmod(out.shape[0], parts.shape[0])
+    rounds = out[: out.shape[0] - rest].unflatten(0, (whole, parts.shape[0]))
+    if whole:
+        rounds.copy_(parts[:, :whole].transpose(0, 1))
+    if rest:
+        out[out.shape[0] - rest :].copy_(parts[:rest, whole])
 
 
 class SparseAttnIndexer(nn.Module):
@@ -56,6 +81,8 @@ class SparseAttnIndexer(nn.Module):
     compress_ratio        source tokens per entry
     max_total_entries     prefill requests are scored in chunks of at most this many entries (one request may exceed it)
     topk_indices_buffer   int32 [max rows, topk_tokens], shared by all C4A layers; each overwrites it before use
+    tp                    how ranks divide the rows that are scored: of N ranks, rank r takes the decode requests and
+                          the prefill rows r, r + N, ... and all gather the picks. Keys are replicated
 
     A row at position p sees entries 0 .. (p + 1) // ratio - 1. When everything a batch can see fits in topk_tokens no
     scores are computed.
@@ -67,6 +94,7 @@ class SparseAttnIndexer(nn.Module):
         compress_ratio: int,
         topk_indices_buffer: torch.Tensor,
         max_total_entries: int = 1 << 20,
+        tp: TensorParallel | None = None,
     ) -> None:
         super().__init__()
         Checker("SparseAttnIndexer").tensor(
@@ -75,6 +103,23 @@ class SparseAttnIndexer(nn.Module):
         self.topk_tokens, self.compress_ratio = topk_tokens, compress_ratio
         self.topk_indices_buffer = topk_indices_buffer
         self.max_total_entries = max_total_entries
+        self.tp = tp or TensorParallel()
+
+    def shards(self, device: torch.device, m: DeepseekV4Metadata) -> bool:
+        """Whether the ranks divide the rows of a step: the same answer on all of them."""
+        form = self.tp.indexer
+        if self.tp.size == 1 or form == "replicated" or not m.num_tokens or self._sees_few(m):
+            return False
+        if form == "rows":
+            return True
+        arch = arch_of(device.index or 0) if device.type == "cuda" else ""
+        requests, next_n = m.decode_batch() if m.num_decode_tokens else (0, 1)
+        entries = m.max_seq_len // self.compress_ratio
+        return shards_rows(arch, self.tp.size, requests, m.num_prefill_tokens, entries, self.topk_tokens, next_n)
+
+    def _sees_few(self, m: DeepseekV4Metadata) -> bool:
+        """Whether top-k takes all that any row sees."""
+        return step_columns(m.max_seq_len // self.compress_ratio) <= self.topk_tokens
 
     def forward(
         self,
@@ -97,7 +142,7 @@ class SparseAttnIndexer(nn.Module):
         if slots and decodes:
             translation["slot_block_table"] = m.decode_block_table()
             translation["slot_rows_per_page"] = KV_BLOCK_SIZE // self.compress_ratio
-        if step_columns(m.max_seq_len // self.compress_ratio) <= self.topk_tokens:
+        if self._sees_few(m):
             shape = m.decode_batch()
             if decodes:
                 lengths = visible[:decodes].view(shape)
@@ -105,19 +150,43 @@ class SparseAttnIndexer(nn.Module):
             if m.num_prefill_tokens:
                 all_visible_entries(visible[decodes:], self.topk_tokens, out=out[decodes:])
             return out
+        if self.shards(out.device, m):
+            self._score_share(q, weights, cache, m, out, translation)
+            return out
         if decodes:
-            self._decode(q, weights, cache, m, visible[:decodes], out, translation)
-        first = m.num_decodes
-        while first < m.num_decodes + m.num_prefills:
-            last, total = first, 0
-            while last < m.num_decodes + m.num_prefills:
-                entries = m.seq_lens_cpu[last] // self.compress_ratio
-                if last > first and total + entries > self.max_total_entries:
-                    break
-                last, total = last + 1, total + entries
-            self._prefill(q, weights, cache, m, out, first, last, total)
-            first = last
+            self._decode(q, weights, cache, m, visible[:decodes], out[:decodes], translation)
+        if m.num_prefill_tokens:
+            self._prefill(q, weights, cache, m, out[decodes:])
         return out
+
+    def _score_share(
+        self,
+        q: Quantized,
+        weights: torch.Tensor,
+        cache: DeepseekV4IndexerCache,
+        m: DeepseekV4Metadata,
+        out: torch.Tensor,
+        translation: dict[str, Any],
+    ) -> None:
+        """This rank's rows, then everyone's from the other ranks."""
+        assert m.visible is not None
+        rank, size, decodes = self.tp.rank, self.tp.size, m.num_decode_tokens
+        requests, next_n = m.decode_batch() if decodes else (0, 1)
+        decode_places, prefill_places = -(-requests // size), -(-m.num_prefill_tokens // size)
+        rows = decode_places * next_n + prefill_places
+        picks = torch.empty(size + 1, rows, self.topk_tokens, dtype=torch.int32, device=out.device)
+        own, gathered = picks[size], picks[:size]
+        mine = len(range(rank, requests, size)) * next_n
+        if mine:
+            self._decode(q, weights, cache, m, m.visible[:decodes], own[:mine], translation, slice(rank, None, size))
+        if m.num_prefill_tokens:
+            self._prefill(q, weights, cache, m, own[decode_places * next_n :], rank, size)
+        _run(self.tp.communicator.all_gather, gathered, own)
+        if decodes:
+            by_request = gathered[:, : decode_places * next_n].unflatten(1, (decode_places, next_n))
+            _run(_deal, by_request, out[:decodes].unflatten(0, (requests, next_n)))
+        if prefill_places:
+            _run(_deal, gathered[:, decode_places * next_n :], out[decodes:])
 
     def _decode(
         self,
@@ -128,22 +197,26 @@ class SparseAttnIndexer(nn.Module):
         visible: torch.Tensor,
         out: torch.Tensor,
         translation: dict[str, Any],
+        own: slice = ALL,
     ) -> None:
+        """Of the decode requests `own`, whose rows `out` has."""
         assert m.compressed_block_table is not None
         rows, shape = m.num_decode_tokens, m.decode_batch()
-        lengths = visible.view(shape)
+        lengths = visible.view(shape)[own]
         columns = step_columns(m.max_seq_len // self.compress_ratio)
+        if translation and own != ALL:
+            translation = translation | {"slot_block_table": translation["slot_block_table"][own]}
         score_top_k_decode(
-            _rows(q, 0, rows, shape),
+            _rows(q, slice(rows), shape, own),
             cache.data,
-            weights[:rows],
+            weights[:rows] if own == ALL else weights[:rows].unflatten(0, shape)[own].flatten(0, 1),
             lengths,
-            m.decode_block_table(),
+            m.decode_block_table()[own],
             columns,
             self.topk_tokens,
             kv_format=cache.kv_format.id,
-            out=out[:rows],
-            workspace=self._workspace(shape[0], columns, shape[1], out.device),
+            out=out,
+            workspace=self._workspace(lengths.shape[0], columns, shape[1], out.device),
             **translation,
         )
 
@@ -154,16 +227,44 @@ class SparseAttnIndexer(nn.Module):
         cache: DeepseekV4IndexerCache,
         m: DeepseekV4Metadata,
         out: torch.Tensor,
+        rank: int = 0,
+        size: int = 1,
+    ) -> None:
+        """Of every `size`-th prefill row from number `rank` on, whose picks `out` has one after the other."""
+        first = m.num_decodes
+        while first < m.num_decodes + m.num_prefills:
+            last, total = first, 0
+            while last < m.num_decodes + m.num_prefills:
+                entries = m.seq_lens_cpu[last] // self.compress_ratio
+                if last > first and total + entries > self.max_total_entries:
+                    break
+                last, total = last + 1, total + entries
+            begin, end = m.query_start_loc_cpu[first], m.query_start_loc_cpu[last]
+            done = -(-(begin - m.num_decode_tokens - rank) // size)
+            rows = slice(m.num_decode_tokens + rank + done * size, end, size)
+            count = len(range(rows.start, end, size))
+            if count:
+                self._prefill_chunk(q, weights, cache, m, out[done : done + count], rows, first, last, total)
+            first = last
+
+    def _prefill_chunk(
+        self,
+        q: Quantized,
+        weights: torch.Tensor,
+        cache: DeepseekV4IndexerCache,
+        m: DeepseekV4Metadata,
+        out: torch.Tensor,
+        rows: slice,
         first: int,
         last: int,
         total: int,
     ) -> None:
+        """Of some rows of the requests first..last, which have `total` entries."""
         assert m.compressed_block_table is not None
         device = out.device
         assert m.prefill_key_starts is not None
         assert m.row_key_starts is not None
         assert m.row_key_ends is not None
-        rows = slice(m.query_start_loc_cpu[first], m.query_start_loc_cpu[last])
         own = slice(first - m.num_decodes, last - m.num_decodes + 1)
         starts, row_starts, row_ends = m.prefill_key_starts[own], m.row_key_starts[rows], m.row_key_ends[rows]
         if own.start > 0:
@@ -182,15 +283,15 @@ class SparseAttnIndexer(nn.Module):
             kv = (keys.view(torch.float8_e4m3fn), scales.view(torch.float32).squeeze(-1))
         most = max(length // self.compress_ratio for length in m.seq_lens_cpu[first:last])
         score_top_k_prefill(
-            _rows(q, rows.start, rows.stop),
+            _rows(q, rows),
             kv,
             weights[rows],
-            row_starts,
-            row_ends,
+            row_starts.contiguous(),
+            row_ends.contiguous(),
             self.topk_tokens,
             max_seqlen_k=most,
-            out=out[rows],
-            workspace=self._workspace(rows.stop - rows.start, most, 1, device),
+            out=out,
+            workspace=self._workspace(out.shape[0], most, 1, device),
         )
 
     def _workspace(self, requests: int, columns: int, next_n: int, device: torch.device) -> torch.Tensor | None:
@@ -204,7 +305,7 @@ class DeepseekV4Indexer(nn.Module):
 
     index_cache      "fp8" or "mxfp4": format of queries and cached keys
     index_hadamard   rotate queries and keys by a Hadamard matrix before they are quantized
-    Replicated on every tensor-parallel rank.
+    tp               replicated on every tensor-parallel rank, which may divide the rows that they score
     """
 
     def __init__(
@@ -221,6 +322,7 @@ class DeepseekV4Indexer(nn.Module):
         keep_every: int = 0,
         batch_invariant: bool = False,
         use_pdl: bool = False,
+        tp: TensorParallel | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
@@ -246,7 +348,7 @@ class DeepseekV4Indexer(nn.Module):
             index_hadamard=index_hadamard,
             **gemm,
         )
-        self.indexer_op = SparseAttnIndexer(config.index_topk, compress_ratio, topk_indices_buffer)
+        self.indexer_op = SparseAttnIndexer(config.index_topk, compress_ratio, topk_indices_buffer, tp=tp)
 
     def forward(
         self,

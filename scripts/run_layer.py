@@ -6,7 +6,9 @@ Builds one attention layer of each kind (or one), feeds a batch of requests thro
 prefill and decode steps, checks the result against itself, and prints every op with its implementation, calls and
 bytes: on a CPU with its time, on a GPU followed by what a prefill and a decode step of the layer take in a CUDA graph
 and eagerly, and by the launches of the last one. At the reduced width it takes about half a minute on two cores.
-Exit status: 0 all checks passed, 1 a check failed, 2 bad input, 130 interrupted.
+With --tp T it runs over T processes, as tensor-parallel ranks that it starts itself (over gloo on a CPU, NCCL on GPUs),
+and compares with one process; under torchrun it takes part with the processes that are there.
+Exit status: 0 all checks passed, 1 a check failed or a rank was lost, 2 bad input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -39,9 +41,10 @@ import torch
 from layer_runner import explain
 from layer_runner.dump import write_dump
 from layer_runner.picture import draw
-from layer_runner.report import CEILINGS, render, render_launches, render_steps, step_as_json
+from layer_runner.ranks import Ranks, check_gpus, join, own_rank, start
+from layer_runner.report import CEILINGS, render, render_exchanged, render_launches, render_steps, step_as_json
 from layer_runner.requests import InputError, Request, array_sequences, make_requests, text_sequences
-from layer_runner.run import KINDS, LayerReport, count_steps, max_rows, run_layer
+from layer_runner.run import KINDS, LayerReport, count_steps, max_rows, run_layer, run_once
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -49,8 +52,10 @@ from cute_kernels.layers import (
     PRESETS,
     AttentionOptions,
     CheckpointError,
+    CommunicatorError,
     DeepseekV4Config,
     DeepseekV4MultiHeadLatentAttentionWrapper,
+    TensorParallel,
     build_layer,
     held_layers,
     random_layer_tensors,
@@ -58,6 +63,7 @@ from cute_kernels.layers import (
 )
 from cute_kernels.layers.caches import INDEX_CACHES, KV_CACHES
 from cute_kernels.layers.mla import PREFILL_FORMS
+from cute_kernels.layers.parallel import INDEXER_FORMS
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,9 +74,11 @@ LONGEST_DRAFT = 1024
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a bad argument in one line, without the usage."""
+    """Reports a bad argument in one line, without the usage; of several processes one does."""
 
     def error(self, message: str) -> NoReturn:
+        if own_rank():
+            self.exit(2)
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
@@ -142,6 +150,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--prefill-form", choices=PREFILL_FORMS, default="gathered", help="for fp8_ds_mla caches (gathered)"
     )
 
+    several = parser.add_argument_group("several processes")
+    several.add_argument(
+        "--tp", type=positive, metavar="T", default=1, help="tensor-parallel ranks, a divisor of the output groups (1)"
+    )
+    several.add_argument(
+        "--tp-indexer", choices=INDEXER_FORMS, default="auto",
+        help="whether ranks divide the rows that the indexer scores (auto)",
+    )  # fmt: skip
+
     run = parser.add_argument_group("run")
     run.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(cpu)")
     run.add_argument(
@@ -160,6 +177,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for flag, given in (("--wo-a", args.wo_a is not None), ("--full-width", args.full_width)):
         if args.checkpoint is not None and given:
             parser.error(f"argument {flag}: only for seeded weights, not allowed with --checkpoint")
+    if args.tp > 1 and args.dump is not None:
+        parser.error("argument --dump: not allowed with --tp, whose ranks have some of the heads each")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: cuda: this machine has no usable CUDA device")
     for flag, path in (("--dump", args.dump), ("--json", args.json), ("--html", args.html)):
@@ -189,6 +208,8 @@ def read_config(args: argparse.Namespace) -> DeepseekV4Config:
         config = DeepseekV4Config.from_json(args.checkpoint / "config.json")
     else:
         config = PRESETS[args.model] if args.full_width else PRESETS[args.model].reduced()
+    if config.o_groups % args.tp:
+        raise InputError(f"--tp: expected a divisor of the {config.o_groups} output groups, got {args.tp}")
     return config if args.index_topk is None else replace(config, index_topk=args.index_topk)
 
 
@@ -229,7 +250,7 @@ def read_requests(args: argparse.Namespace, config: DeepseekV4Config) -> list[Re
 
 
 def make_layer(
-    args: argparse.Namespace, config: DeepseekV4Config, index: int, requests: Sequence[Request]
+    args: argparse.Namespace, config: DeepseekV4Config, index: int, requests: Sequence[Request], tp: TensorParallel
 ) -> DeepseekV4MultiHeadLatentAttentionWrapper:
     if args.checkpoint is not None:
         tensors = read_layer_tensors(args.checkpoint, index, config)
@@ -242,6 +263,7 @@ def make_layer(
         prefill=args.prefill_form,
         max_model_len=max(request.reach for request in requests),
         max_num_tokens=max_rows(requests, args.chunk),
+        tp=tp,
     )
     return build_layer(config, index, tensors, options=options, device=args.device)
 
@@ -275,6 +297,8 @@ def print_report(
     if report.steps:
         console.print(render_steps(report.steps, roofs))
         console.print(render_launches(report.steps[-1]))
+    if report.exchanged is not None:
+        console.print(render_exchanged(report.exchanged))
     if report.truncated is not None:
         print(explain.truncation(report.truncated, top_k))
     for check in report.checks:
@@ -291,13 +315,15 @@ def report_as_json(report: LayerReport, roofs: Mapping[str, float] | None, on_gp
     }
     if report.steps:
         values["steps"] = [step_as_json(step, roofs) for step in report.steps]
+    if report.exchanged is not None:
+        values["exchanged"] = report.exchanged
     if report.truncated is not None:
         values["rows_truncated_by_topk"], values["rows"] = report.truncated
     return values
 
 
-def run(args: argparse.Namespace) -> int:
-    """Everything after the arguments; returns the exit status."""
+def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
+    """Everything after the arguments; returns the exit status. ranks: of several processes, this one's place."""
     start = time.perf_counter()
     on_gpu = args.device == "cuda"
     if on_gpu:
@@ -307,7 +333,9 @@ def run(args: argparse.Namespace) -> int:
     config = read_config(args)
     indices = choose_layers(args, config)
     requests = read_requests(args, config)
-    layers = [make_layer(args, config, index, requests) for index in indices]
+    one = TensorParallel()
+    tp = one if ranks is None else TensorParallel(group=ranks.communicator, indexer=args.tp_indexer)
+    layers = [make_layer(args, config, index, requests, tp) for index in indices]
 
     # A narrow terminal wraps lines itself; cut numbers would be worse.
     console = Console(width=max(Console().width, 120) if sys.stdout.isatty() else 150)
@@ -315,10 +343,20 @@ def run(args: argparse.Namespace) -> int:
     words = explain.legend(config)
     print("\n".join([*introduction, "", *words, ""]), flush=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    is_quiet = not sys.stderr.isatty() or (ranks is not None and not ranks.speaks)
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=is_quiet)
     steps = count_steps(requests, args.chunk, args.device, args.dump is not None)
     reports = []
     for layer in layers:
+        whole = None
+        if ranks is not None:
+            layer.verify_ranks()
+            if ranks.speaks:
+                by_itself = make_layer(args, config, layer.layer_index, requests, one)
+                whole = run_once(by_itself, requests, args.chunk, args.device, args.seed)
+                del by_itself
+                ranks.tell(f"whole/{layer.layer_index}")
+            ranks.wait_for(f"whole/{layer.layer_index}")
         with bar:
             task = bar.add_task(f"layer {layer.layer_index}", total=steps)
             report = run_layer(
@@ -329,6 +367,8 @@ def run(args: argparse.Namespace) -> int:
                 seed=args.seed,
                 dump=args.dump is not None,
                 on_step=lambda task=task: bar.advance(task),  # type: ignore[misc]
+                ranks=ranks,
+                whole=whole,
             )
             bar.remove_task(task)
         print_report(console, report, roofs, on_gpu, config.index_topk)
@@ -344,8 +384,11 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"{len(checks) - failed} of {len(checks)} checks passed: {len(layers)} layer{plural}, {tokens} tokens each, "
         f"{sum(row.calls for report in reports for row in report.rows)} calls of ops in {seconds:.0f} s"
+        + (f", {args.tp} ranks" if ranks is not None else "")
     )
     print("\nNext:", *explain.next_steps(args.device, torch.cuda.is_available()), sep="\n  ")
+    if ranks is not None and not ranks.speaks:
+        return 1 if failed else 0
     if args.html is not None:
         args.html.write_text(draw(introduction, words, reports, on_gpu), encoding="utf-8")
     if args.json is not None:
@@ -372,22 +415,48 @@ def is_defect(error: Exception, fallback: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
+    ranks: Ranks | None = None
     try:
-        return run(args)
+        if args.tp > 1 and own_rank() is None:
+            read_config(args)
+            if args.device == "cuda":
+                check_gpus(args.tp)
+            return start(Path(__file__).resolve(), sys.argv[1:] if argv is None else argv, args.tp)
+        if args.tp > 1:
+            if own_rank():
+                sys.stdout = open(os.devnull, "w")  # noqa: SIM115 for as long as the process runs
+            ranks = join(args.tp, args.device)
+        status = run(args, ranks)
+        if ranks is not None:
+            ranks.leave()
+        return status
     except KeyboardInterrupt:
-        print("run_layer.py: interrupted", file=sys.stderr)
+        say("interrupted")
         return 130
     except BrokenPipeError:
         # Whoever read the output has seen enough; nothing may be flushed into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except CommunicatorError as error:
+        # Whoever made the collective fail knows why.
+        say(f"error: {(ranks.failure() if ranks is not None and ranks.speaks else None) or error}")
+        return 1
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         # ValueError is what configs, checkpoints, inputs and ops raise for what they cannot take, and
         # NotImplementedError what an op without a kernel raises under --fallback none. Any other is a defect.
+        text = " ".join(str(error).split())
+        if ranks is not None and not ranks.speaks:
+            ranks.report_failure(text)
         if is_defect(error, args.fallback):
             raise
-        print(f"run_layer.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        say(f"error: {text}")
         return 2
+
+
+def say(text: str) -> None:
+    """A line to stderr, from one of several processes."""
+    if not own_rank():
+        print(f"run_layer.py: {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":

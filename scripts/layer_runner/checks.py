@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ TOLERANCE = {"cpu": 1e-5, "cuda": 5e-2}
 """Largest relative Frobenius difference of two ways to compute the same outputs. GEMMs on the CPU accumulate in
 float64, those on a GPU depend on the number of rows: their last bits move FP8 codes, and products that differ by a
 factor of 1 +- 1e-5 already give outputs that differ by 2e-2."""
+
+RANKS_TOLERANCE = {"cpu": 4e-3, "cuda": 5e-2}
+"""The same of several ranks and one process: partial outputs are rounded to bf16 before they are added up."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +52,48 @@ def check_consistent(outputs: Sequence[torch.Tensor], alone: Sequence[torch.Tens
     return Check("batch with decode = each request in one prefill", worst < limit, detail)
 
 
-def check_caches(batch: Pools, alone: Pools, requests: Sequence[Request]) -> Check:
+def check_ranks_result(outputs: Sequence[torch.Tensor], whole: Sequence[torch.Tensor], size: int, device: str) -> Check:
+    """Several ranks give what one process by itself gives."""
+    difference = relative_difference(torch.cat(list(outputs)), torch.cat(list(whole)))
+    limit = RANKS_TOLERANCE[device]
+    detail = f"relative difference {difference:.2e}, limit {limit:.0e}"
+    return Check(f"{size} ranks = one process", difference < limit, detail)
+
+
+def digest(tensors: Sequence[torch.Tensor]) -> str:
+    """Of their bytes."""
+    content = hashlib.sha256()
+    for tensor in tensors:
+        content.update(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return content.hexdigest()
+
+
+def check_ranks_agree(digests: Sequence[dict[str, str]]) -> Check:
+    """All ranks hold the same bytes. digests: of each rank, by what they are of."""
+    different = [
+        f"{name} of rank {rank}"
+        for rank, held in enumerate(digests)
+        for name in digests[0]
+        if held[name] != digests[0][name]
+    ]
+    detail = f"{', '.join(different)} differ" if different else ", ".join(digests[0])
+    return Check("all ranks hold the same bytes", not different, detail)
+
+
+def check_caches(
+    batch: Pools, alone: Pools, requests: Sequence[Request], name: str = "caches hold the same bytes both ways"
+) -> Check:
     """Both ways leave the same bytes in the live rows of every cache."""
     different = [
-        f"{name} of request {number}"
-        for name in batch.by_name()
+        f"{cache} of request {number}"
+        for cache in batch.by_name()
         for number, request in enumerate(requests)
         if not torch.equal(
-            batch.live_bytes(name, number, request.length), alone.live_bytes(name, number, request.length)
+            batch.live_bytes(cache, number, request.length), alone.live_bytes(cache, number, request.length)
         )
     ]
     detail = f"{', '.join(different)} differ" if different else f"{len(batch.by_name())} caches"
-    return Check("caches hold the same bytes both ways", not different, detail)
+    return Check(name, not different, detail)
 
 
 def check_untouched(*pools: Pools) -> Check:

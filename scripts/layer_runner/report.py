@@ -86,6 +86,17 @@ def render(rows: Sequence[Row], title: str, on_gpu: bool) -> Table:
     return table
 
 
+def render_exchanged(exchanged: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
+    """A line per rank and collective. Times are with what a rank waits for the others."""
+    table = _table("collectives", ["rank", "collective", "over"], ["calls", "received", "ms", "us a call"])
+    for rank, rows in enumerate(exchanged):
+        for row in rows:
+            ms, us = row["seconds"] * 1e3, row["seconds"] * 1e6 / row["calls"]
+            numbers = str(row["calls"]), format_bytes(row["bytes"]), f"{ms:.2f}", f"{us:.1f}"
+            table.add_row(str(rank), row["collective"], row["over"], *numbers)
+    return table
+
+
 def bar(share: float) -> str:
     """A share in percent and as a bar."""
     return f"{100 * share:3.0f}% " + "█" * round(BAR_WIDTH * share)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,13 +16,17 @@ from layer_runner.checks import (
     check_caches,
     check_consistent,
     check_finite,
+    check_ranks_agree,
+    check_ranks_result,
     check_repeatable,
     check_topk,
     check_untouched,
+    digest,
     truncated_rows,
 )
 from layer_runner.dump import dump_arrays
 from layer_runner.pools import Pools
+from layer_runner.ranks import Ranks, collectives
 from layer_runner.report import Row, summarize
 from layer_runner.requests import Request, schedule
 from layer_runner.stepping import BatchResult, run_alone, run_batch
@@ -33,7 +38,7 @@ KINDS = {1: "SWA", 4: "C4A", 128: "C128A"}
 @dataclass(frozen=True)
 class LayerReport:
     """A layer's run. truncated: (rows cut by top-k, rows) of a C4A layer. arrays: what --dump writes, if asked for.
-    steps: what steps take on a GPU."""
+    steps: what steps take on a GPU. exchanged: of each rank, what came over the wire (`layer_runner.ranks`)."""
 
     layer_index: int
     kind: str
@@ -42,6 +47,7 @@ class LayerReport:
     truncated: tuple[int, int] | None
     arrays: dict[str, np.ndarray] | None
     steps: list[StepTimes]
+    exchanged: list[list[dict[str, Any]]] | None = None
 
 
 def count_steps(requests: Sequence[Request], chunk: int, device: str, dump: bool) -> int:
@@ -56,6 +62,32 @@ def max_rows(requests: Sequence[Request], chunk: int) -> int:
     return max(steps, *(request.length for request in requests))
 
 
+def paged_pools(
+    layer: DeepseekV4MultiHeadLatentAttentionWrapper, reaches: Sequence[int], device: str, seed: int
+) -> Pools:
+    """Caches for sequences that reach so far."""
+    options = layer.options
+    return Pools(
+        layer.config,
+        layer.compress_ratio,
+        reaches,
+        kv_cache=options.kv_cache,
+        index_cache=options.index_cache,
+        device=device,
+        seed=seed,
+    )
+
+
+def run_once(
+    layer: DeepseekV4MultiHeadLatentAttentionWrapper, requests: Sequence[Request], chunk: int, device: str, seed: int
+) -> tuple[BatchResult, Pools]:
+    """The batch through a layer, and the caches that it leaves."""
+    options = layer.options
+    builder = DeepseekV4MetadataBuilder(layer.config, options.max_num_tokens, options.max_model_len, device)
+    pools = paged_pools(layer, [request.reach for request in requests], device, seed)
+    return run_batch(layer, builder, requests, pools, chunk), pools
+
+
 def run_layer(
     layer: DeepseekV4MultiHeadLatentAttentionWrapper,
     requests: Sequence[Request],
@@ -65,21 +97,19 @@ def run_layer(
     seed: int,
     dump: bool,
     on_step: Callable[[], None] = lambda: None,
+    ranks: Ranks | None = None,
+    whole: tuple[BatchResult, Pools] | None = None,
 ) -> LayerReport:
-    """Run the batch and check it; requests lie on the layer's device."""
+    """Run the batch and check it; requests lie on the layer's device.
+
+    ranks   the processes that run this layer, each its part
+    whole   what one process by itself gave, on the rank that speaks
+    """
     config, options, ratio = layer.config, layer.options, layer.compress_ratio
     builder = DeepseekV4MetadataBuilder(config, options.max_num_tokens, options.max_model_len, device)
 
     def pools(reaches: list[int], number: int) -> Pools:
-        return Pools(
-            config,
-            ratio,
-            reaches,
-            kv_cache=options.kv_cache,
-            index_cache=options.index_cache,
-            device=device,
-            seed=seed + number,
-        )
+        return paged_pools(layer, reaches, device, seed + number)
 
     def batch(target: Pools, *, capture: bool = False) -> BatchResult:
         return run_batch(layer, builder, requests, target, chunk, capture=capture, on_step=on_step)
@@ -104,10 +134,24 @@ def run_layer(
         truncated = truncated_rows(result.topk, ratio)
     if warm_up is not None:
         checks.append(check_repeatable(warm_up.outputs, result.outputs))
+    rows = summarize(recording.calls)
+    exchanged = None
+    if ranks is not None:
+        held = {"outputs": digest(result.outputs), "picks": digest(result.topk)}
+        held["caches"] = digest(
+            [paged.live_bytes(name, n, r.length) for name in paged.by_name() for n, r in enumerate(requests)]
+        )
+        checks.append(check_ranks_agree(ranks.gather(f"digests/{layer.layer_index}", held)))
+        exchanged = ranks.gather(f"exchanged/{layer.layer_index}", collectives(rows))
+    if whole is not None:
+        assert ranks is not None
+        checks.append(check_ranks_result(result.outputs, whole[0].outputs, ranks.size, device))
+        if device == "cpu":
+            checks.append(check_caches(paged, whole[1], requests, "caches hold the bytes of one process"))
     arrays = None
     if dump:
         # Capturing runs ops of its own, which the timed run must not see.
         target = pools(reaches, 0)
         arrays = dump_arrays(layer, target, requests[0], batch(target, capture=True))
     steps = [] if first is None else time_steps(layer, builder, requests, first, chunk)
-    return LayerReport(layer.layer_index, KINDS[ratio], summarize(recording.calls), checks, truncated, arrays, steps)
+    return LayerReport(layer.layer_index, KINDS[ratio], rows, checks, truncated, arrays, steps, exchanged)
