@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # The plug-ins against the engines' own modules, without a GPU: their wheels are fetched, their sources are held to what
-# tests/plugins/seams.py has, they are imported with the plug-ins over them, and vLLM's layers run on the CPU.
+# tests/plugins/seams.py has, they are imported with the plug-ins over them, and layers of theirs run on the CPU.
 #
 # Arguments are requirements, those of tests/plugins by default: scripts/test_engines.sh vllm==0.33.1
 # ENGINES_DIR (.venv/engines) keeps 2 GB of what is fetched. --torch fetches another torch, 6 GB, and runs the op tests

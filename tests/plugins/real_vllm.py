@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.plugins import VARIABLE, vllm
 from tests.plugins import seams, stubs
 from tests.plugins.fake_vllm import DECODES, MAX_LEN, MAX_TOKENS, TOKENS, TOP_K, metadata
 
@@ -33,10 +34,10 @@ def prepare() -> Any:
         library.define(f"{name}(int capability) -> bool")
         library.impl(name, lambda capability: False, "CompositeExplicitAutograd")
     prepare.library = library  # type: ignore[attr-defined]
-    import vllm.platforms
+    import vllm.platforms as platforms
     from vllm.platforms.interface import DeviceCapability, PlatformEnum, UnspecifiedPlatform
 
-    class Hopper(UnspecifiedPlatform):  # type: ignore[misc]
+    class Hopper(UnspecifiedPlatform):
         _enum, device_type, device_name, dispatch_key = PlatformEnum.CUDA, "cpu", "cuda", "CPU"
 
         @classmethod
@@ -51,13 +52,11 @@ def prepare() -> Any:
         def num_compute_units(cls, device_id: int = 0) -> int:
             return 132
 
-    vllm.platforms._current_platform = Hopper()
+    platforms._current_platform = Hopper()
     for name in ("_vllm_fa2_C", "_vllm_fa3_C"):
         sys.modules[f"vllm.vllm_flash_attn.{name}"] = ModuleType(name)
     torch.cuda.Event = lambda *args, **kwargs: None  # type: ignore[assignment, misc]
     torch.accelerator.empty_cache = lambda: None
-
-    from cute_kernels.plugins import VARIABLE, vllm
 
     os.environ[VARIABLE] = "all"
     vllm.register()
@@ -68,6 +67,9 @@ def prepare() -> Any:
     import vllm.model_executor.layers.sparse_attn_indexer as indexer
 
     indexer.has_deep_gemm = lambda: True
+    import vllm.v1.attention.backends.mla.indexer as builders
+
+    builders.has_deep_gemm = lambda: False
     return model
 
 
@@ -76,7 +78,7 @@ def make_config() -> Any:
     from vllm.config import VllmConfig
 
     sizes = DeepseekV4Config(
-        hidden_size=256, num_attention_heads=4, q_lora_rank=128, o_lora_rank=64, o_groups=2, index_topk=TOP_K
+        hidden_size=256, num_attention_heads=4, q_lora_rank=128, o_lora_rank=128, o_groups=2, index_topk=TOP_K
     )
     config = VllmConfig()
     config.model_config = SimpleNamespace(
@@ -166,7 +168,7 @@ def check(layer: Any) -> None:
     for name, parameter in layer.named_parameters():
         parameter.data.copy_(1 + 0.1 * draw(*parameter.shape) if "norm" in name else 0.1 * draw(*parameter.shape))
     width = {1: 0, 4: 2048, 128: 1024}[layer.compress_ratio]
-    inputs = {
+    inputs: dict[str, Any] = {
         "hidden_states": draw(TOKENS, 256).bfloat16(),
         "qr_kv": draw(TOKENS, layer.q_lora_rank + layer.head_dim).bfloat16(),
         "kv_score": draw(TOKENS, width) if width else None,
@@ -177,10 +179,28 @@ def check(layer: Any) -> None:
     dummy = run(layer, inputs, slice(0, TOKENS), None)
     assert not dummy.any()
     whole = run(layer, inputs, slice(0, TOKENS), real(metadata(layer, decodes=False), layer))
+    gathers = vllm.Prefill._reads_pages
+    vllm.Prefill._reads_pages = lambda self, q, swa_metadata: True  # type: ignore[method-assign]
+    paged = run(layer, inputs, slice(0, TOKENS), real(metadata(layer, decodes=False), layer))
+    vllm.Prefill._reads_pages = gathers  # type: ignore[method-assign]
+    torch.testing.assert_close(paged, whole, atol=0.02, rtol=0.02)
     last = slice(TOKENS - DECODES, TOKENS)
     decoded = run(layer, inputs, last, real(metadata(layer, decodes=True), layer))
     torch.testing.assert_close(decoded, whole[last], atol=0.02, rtol=0.02)
     assert whole.isfinite().all()
+    project(layer, whole, inputs["positions"] * 0)
+
+
+def project(layer: Any, o: torch.Tensor, positions: torch.Tensor) -> None:
+    """With FP8 weights as the engine leaves them, a scale for 128 x 128. Nothing is turned at position 0."""
+    groups, width = layer.n_local_groups, o.shape[1] // layer.n_local_groups * 512
+    weight = torch.randn(groups, layer.o_lora_rank, width).to(torch.float8_e4m3fn)
+    layer.wo_a.weight = torch.nn.Parameter(weight, requires_grad=False)
+    layer.wo_a.weight_scale_inv = torch.full((groups, layer.o_lora_rank // 128, width // 128), 0.5, dtype=torch.float32)
+    got = layer._o_proj(o, positions).float()
+    z = torch.einsum("tgk,grk->tgr", o.float().view(-1, groups, width), weight.float() * 0.5)
+    expected = layer.wo_b(z.bfloat16().flatten(1)).float()
+    assert ((got - expected).norm() / expected.norm()) < 0.1
 
 
 def main() -> None:
@@ -208,8 +228,6 @@ def main() -> None:
             names = ", ".join(type(part).__name__ for part in parts if part is not None)
             print(f"layer {number}: {names}; {layer.padded_heads} heads", flush=True)
         build(config)
-    from cute_kernels.plugins import vllm
-
     (said,) = vllm.PLUGIN.said
     assert said.startswith("in use in vllm"), said
     print(f"vllm: layers were constructed and ran: {said}")
