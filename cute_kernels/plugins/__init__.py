@@ -40,6 +40,7 @@ class Plugin:
         self.log = logging.getLogger(f"{engine}.cute_kernels")
         self.said: set[str] = set()
         """Lines that are not logged again."""
+        self.is_announced = False
 
     def requested(self) -> frozenset[str]:
         """The parts to replace: those asked for, if this version of the engine is known. ValueError on other words."""
@@ -76,7 +77,8 @@ class Plugin:
         self.once(f"{part}: the engine's own, as {reason}")
 
     def announce(self, what: str) -> None:
-        """Say, once, what is in use."""
+        """Say what is in use. Callers look at `is_announced` first: reading the version takes a millisecond."""
+        self.is_announced = True
         self.once(f"in use in {self.engine} {self.version()}: {what}", logging.INFO)
 
     def guard(self, act: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:

@@ -168,6 +168,8 @@ class Backend(Engines):
             return super()._forward_prefill_sparse(q, *args, **kwargs)
 
     def _announce(self, q: torch.Tensor) -> None:
+        if PLUGIN.is_announced:
+            return
         PLUGIN.announce(f"{type(self).__name__} with {', '.join(sorted(self.parts))}; {q.shape[-2]} heads")
 
 

@@ -149,7 +149,7 @@ class Announcement(Engines):
     cute_kernels_parts: frozenset[str]
 
     def forward_mqa(self, q: Any, kv: Any, positions: Any, output: Any) -> None:
-        if isinstance(forward_metadata(), dict):
+        if not PLUGIN.is_announced and isinstance(forward_metadata(), dict):
             parts = ", ".join(part for part in PARTS if part in self.cute_kernels_parts)
             PLUGIN.announce(f"{type(self).__name__} with {parts}; {q.shape[1]} heads for {self.n_local_heads}")
         super().forward_mqa(q, kv, positions, output)

@@ -51,6 +51,11 @@ def make_modules(monkeypatch: pytest.MonkeyPatch) -> type[Step]:
     return step
 
 
+def draw(g: torch.Generator, *shape: int) -> torch.Tensor:
+    """Normal values, the same on every device."""
+    return torch.randn(shape, generator=g, device="cpu").to(torch.get_default_device())
+
+
 def only(file: str, name: str, **values: Any) -> SimpleNamespace:
     """Metadata that has the fields of seams.py: values, or None."""
     known = seams.FIELDS["vllm"][file][name]
@@ -75,8 +80,8 @@ class Compressor(nn.Module):
         self.compress_ratio, self.head_dim, self.coff = ratio, head_dim, 2 if ratio == 4 else 1
         self.k_cache_prefix, self.use_fp4_cache, self.rms_norm_eps = k_cache_prefix, False, 1e-6
         width = self.coff * head_dim
-        self.ape = nn.Parameter(torch.randn(ratio, width, generator=g), requires_grad=False)
-        self.norm = SimpleNamespace(weight=SimpleNamespace(data=torch.rand(head_dim, generator=g).bfloat16()))
+        self.ape = nn.Parameter(draw(g, ratio, width), requires_grad=False)
+        self.norm = SimpleNamespace(weight=SimpleNamespace(data=draw(g, head_dim).bfloat16()))
         rows = 4 if ratio == 4 else 8
         self.state_cache = Cache(f"{k_cache_prefix}.state", torch.zeros(-(-TOKENS // rows) + 1, rows, 2 * width))
         self._static_forward_context = layers
@@ -107,7 +112,9 @@ class Indexer(nn.Module):
     def __init__(self, prefix: str, layers: dict[str, Any], buffer: torch.Tensor) -> None:
         super().__init__()
         self.use_fp4_kv, self.softmax_scale, self.n_head = False, 128**-0.5, 64
-        self.k_cache = Cache(f"{prefix}.k_cache", formats.INDEXER_FP8.allocate(2, PAGE_TOKENS // 4))
+        self.k_cache = Cache(
+            f"{prefix}.k_cache", formats.INDEXER_FP8.allocate(2, PAGE_TOKENS // 4, torch.get_default_device())
+        )
         layers[self.k_cache.prefix] = self.k_cache
         self.compressor = self._get_compressor_cls()(4, 128, self.k_cache.prefix, layers)
         self.indexer_op = self._get_attn_cls()(self.k_cache, buffer)
@@ -134,15 +141,17 @@ class Attention(nn.Module):
         self.n_local_groups, self.q_lora_rank, self.o_lora_rank, self.head_dim = 1, 256, 128, formats.HEAD_DIM
         self.eps, self.scale, self.window_size, self.max_image_tokens = 1e-6, formats.HEAD_DIM**-0.5, 128, 0
         self.compress_ratio, self.max_num_batched_tokens, self.max_model_len = ratio, MAX_TOKENS, MAX_LEN
-        self.attn_sink = nn.Parameter(torch.randn(self.padded_heads, generator=g), requires_grad=False)
+        self.attn_sink = nn.Parameter(draw(g, self.padded_heads), requires_grad=False)
         for name, width in (("q_norm", self.q_lora_rank), ("kv_norm", self.head_dim)):
-            weight = torch.rand(width, generator=g).bfloat16()
+            weight = draw(g, width).bfloat16()
             setattr(self, name, SimpleNamespace(weight=SimpleNamespace(data=weight)))
         self.rotary_emb, self.topk_indices_buffer = rotary(), topk_indices_buffer
         self._einsum_recipe, self._tma_aligned_scales = (1, 128, 128), False
         layers: dict[str, Any] = {prefix: self}
-        self.kv_cache = formats.FP8_DS_MLA.allocate(2, PAGE_TOKENS // max(ratio, 1))
-        self.swa_cache_layer = Cache(f"{prefix}.swa_cache", formats.FP8_DS_MLA.allocate(4, SWA_ROWS))
+        self.kv_cache = formats.FP8_DS_MLA.allocate(2, PAGE_TOKENS // max(ratio, 1), torch.get_default_device())
+        self.swa_cache_layer = Cache(
+            f"{prefix}.swa_cache", formats.FP8_DS_MLA.allocate(4, SWA_ROWS, torch.get_default_device())
+        )
         self.indexer = None
         if ratio == 4:
             self.indexer = self._get_indexer_cls(vllm_config)(f"{prefix}.indexer", layers, topk_indices_buffer)
@@ -209,7 +218,7 @@ def metadata(layer: Any, decodes: bool) -> dict[str, Any]:
         slot_mapping=positions,
         block_size=SWA_ROWS,
         query_start_loc=torch.tensor([0, rows]).int(),
-        query_start_loc_cpu=torch.tensor([0, rows]).int(),
+        query_start_loc_cpu=torch.tensor([0, rows], device="cpu").int(),
         is_valid_token=torch.ones(rows, dtype=torch.bool),
         token_to_req_indices=torch.zeros(rows).int(),
         decode_swa_indices=oldest_first[:, None] if decodes else None,
@@ -219,7 +228,7 @@ def metadata(layer: Any, decodes: bool) -> dict[str, Any]:
         num_prefills=0 if decodes else 1,
         num_prefill_tokens=0 if decodes else rows,
         prefill_seq_lens=None if decodes else torch.tensor([rows]).int(),
-        prefill_seq_lens_cpu=None if decodes else torch.tensor([rows]).int(),
+        prefill_seq_lens_cpu=None if decodes else torch.tensor([rows], device="cpu").int(),
         prefill_gather_lens=None if decodes else torch.tensor([rows]).int(),
     )
     swa.get_prefill_chunk_plan = lambda compress_ratio, prefill_chunk_size: [

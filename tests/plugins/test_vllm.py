@@ -22,7 +22,7 @@ from cute_kernels.plugins import PARTS, Plugin
 from cute_kernels.plugins import vllm as plugin
 from tests.helpers import bits, generator
 from tests.plugins import fake_vllm, seams
-from tests.plugins.fake_vllm import DECODES, HEADS, PREFIX, TOKENS, TOP_K, Step, metadata
+from tests.plugins.fake_vllm import DECODES, HEADS, PREFIX, TOKENS, TOP_K, Step, draw, metadata
 
 ALL = frozenset(PARTS)
 RATIOS = [1, 4, 128]
@@ -36,9 +36,13 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def step(monkeypatch: pytest.MonkeyPatch) -> type[Step]:
-    return fake_vllm.make_modules(monkeypatch)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Step]]:
+    """Everything inside is on a CPU, or on a GPU if there is one."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    with torch.device(request.param):
+        yield fake_vllm.make_modules(monkeypatch)
 
 
 def make_layer(ratio: int, parts: frozenset[str] = ALL) -> Any:
@@ -82,16 +86,16 @@ def test_both_forms_of_prefill_and_decode_agree(ratio: int, step: type[Step], mo
     positions = torch.arange(TOKENS)
     step.metadata = metadata(layer, decodes=False)
     q = layer._fused_qnorm_rope_kv_insert(
-        torch.randn(TOKENS, HEADS, 512, generator=g).bfloat16(),
-        torch.randn(TOKENS, 512, generator=g).bfloat16(),
+        draw(g, TOKENS, HEADS, 512).bfloat16(),
+        draw(g, TOKENS, 512).bfloat16(),
         positions,
         step.metadata,
     )
     if layer.compressor is not None:
-        kv_score = torch.randn(TOKENS, layer.compressor.state_cache.kv_cache.shape[2], generator=g)
+        kv_score = draw(g, TOKENS, layer.compressor.state_cache.kv_cache.shape[2])
         layer.compressor(kv_score, positions, layer.rotary_emb)
     if ratio == 4:
-        chosen = torch.rand(TOKENS, TOP_K, generator=g) * ((positions + 1) // 4)[:, None]
+        chosen = draw(g, TOKENS, TOP_K).abs().clamp(max=0.99) * ((positions + 1) // 4)[:, None]
         layer.topk_indices_buffer[:TOKENS] = torch.where(chosen < ((positions + 1) // 4)[:, None], chosen.int(), -1)
 
     gathered, paged = torch.full((2, TOKENS, HEADS, 512), torch.nan, dtype=torch.bfloat16)
@@ -106,6 +110,13 @@ def test_both_forms_of_prefill_and_decode_agree(ratio: int, step: type[Step], mo
     decoded = torch.full((DECODES, HEADS, 512), torch.nan, dtype=torch.bfloat16)
     layer.forward_mqa(q[last], None, positions[last], decoded)
     torch.testing.assert_close(decoded, paged[last], atol=0.01, rtol=0.02)
+
+    if q.is_cuda:
+        graph, again = torch.cuda.CUDAGraph(), torch.full_like(decoded, torch.nan)
+        with torch.cuda.graph(graph):
+            layer.forward_mqa(q[last], None, positions[last], again)
+        graph.replay()
+        assert torch.equal(bits(again), bits(decoded))
 
 
 def test_a_dummy_run_reserves_what_steps_take(step: type[Step], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +144,7 @@ def test_a_compressor_stores_what_two_ops_store(ratio: int, whole: bool, step: t
         kv_cache = cache[compressor.k_cache_prefix].kv_cache
         states, entries = torch.zeros_like(compressor.state_cache.kv_cache), torch.zeros_like(kv_cache)
         positions, width = torch.arange(TOKENS), states.shape[2] // 2
-        kv_score = torch.randn(TOKENS, 2 * width, generator=generator(1))
+        kv_score = draw(generator(1), TOKENS, 2 * width)
         compressor(kv_score, positions, layer.rotary_emb)
 
         rows = states.shape[1]
@@ -157,9 +168,9 @@ def test_the_indexers_prefill_and_decode_agree(step: type[Step]) -> None:
     layer, g = make_layer(4), generator(2)
     indexer, positions = layer.indexer, torch.arange(TOKENS)
     step.metadata = metadata(layer, decodes=False)
-    indexer.compressor(torch.randn(TOKENS, 512, generator=g), positions, layer.rotary_emb)
-    raw = torch.randn(TOKENS, 64, 128, generator=g).bfloat16()
-    q, weights = indexer._q_rope_quant(positions, raw, layer.rotary_emb, torch.rand(TOKENS, 64, generator=g).bfloat16())
+    indexer.compressor(draw(g, TOKENS, 512), positions, layer.rotary_emb)
+    raw = draw(g, TOKENS, 64, 128).bfloat16()
+    q, weights = indexer._q_rope_quant(positions, raw, layer.rotary_emb, draw(g, TOKENS, 64).bfloat16())
     buffer = layer.topk_indices_buffer
     assert indexer.indexer_op.forward_cuda(raw, q, None, weights) is buffer
     picks = buffer[:TOKENS].clone()
@@ -170,15 +181,16 @@ def test_the_indexers_prefill_and_decode_agree(step: type[Step]) -> None:
     last = slice(TOKENS - DECODES, TOKENS)
     step.metadata = metadata(layer, decodes=True)
     indexer.indexer_op.forward_native(raw[last], q[last], None, weights[last])
-    assert torch.equal(buffer[:DECODES].sort().values, picks[last].sort().values)
+    for row, expected in zip(buffer[:DECODES], picks[last], strict=True):
+        assert int(torch.isin(row, expected).sum()) >= TOP_K - row.is_cuda  # of scores that are nearly the same, one
 
 
 def test_norm_and_output(step: type[Step]) -> None:
     layer, g = make_layer(1), generator(3)
-    qr, scale, kv = layer._split_qkv_and_norm(torch.randn(5, 256 + 512, generator=g).bfloat16())
+    qr, scale, kv = layer._split_qkv_and_norm(draw(g, 5, 256 + 512).bfloat16())
     assert (qr.shape, scale, kv.shape) == ((5, 256), None, (5, 512))
-    o = torch.randn(5, HEADS, 512, generator=g).bfloat16()
-    weight = torch.randn(1, 128, HEADS * 512, generator=g)
+    o = draw(g, 5, HEADS, 512).bfloat16()
+    weight = draw(g, 1, 128, HEADS * 512)
     layer.wo_b = lambda z: z
     layer.wo_a = SimpleNamespace(weight=weight.bfloat16())
     assert layer._o_proj(o, torch.zeros(5).long()) == "the engine's projection"
