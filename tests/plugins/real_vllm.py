@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own attention layers, small ones on a CPU, with the plug-in over them: `python -m tests.plugins.real_vllm` in
-an environment of scripts/test_engines.sh.
+"""vLLM's own attention layers, small ones, with the plug-in over them: `python -m tests.plugins.real_vllm` in an
+environment of scripts/test_engines.sh, on a CPU; with the argument cuda on a GPU.
 
 The engine constructs the layers, binds caches whose pages lie apart as its own do, and runs its step between the
-linears and the projection: once for a prefill, then for the last rows as a decode batch, which must agree. Kernels are
-this package's references; the platform is one that says it is a Hopper.
+linears and the projection: once for a prefill, then for the last rows as a decode batch, which must agree; on a GPU on
+three streams more, and once more in a captured graph. The platform is one that says it is a Hopper.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAYERS = (0, 3, 43)
 """Of ratio 128, of ratio 4, and the draft's, which has a window alone."""
 
 
-def prepare() -> Any:
+def prepare(device: str) -> Any:
     """Import the engine under a platform that is not there; returns its model's module."""
     stubs.install("xgrammar", "llguidance")
     library = torch.library.Library("_C", "FRAGMENT")
@@ -38,7 +38,7 @@ def prepare() -> Any:
     from vllm.platforms.interface import DeviceCapability, PlatformEnum, UnspecifiedPlatform
 
     class Hopper(UnspecifiedPlatform):
-        _enum, device_type, device_name, dispatch_key = PlatformEnum.CUDA, "cpu", "cuda", "CPU"
+        _enum, device_type, device_name, dispatch_key = PlatformEnum.CUDA, device, "cuda", device.upper()
 
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> Any:
@@ -55,8 +55,9 @@ def prepare() -> Any:
     platforms._current_platform = Hopper()
     for name in ("_vllm_fa2_C", "_vllm_fa3_C"):
         sys.modules[f"vllm.vllm_flash_attn.{name}"] = ModuleType(name)
-    torch.cuda.Event = lambda *args, **kwargs: None  # type: ignore[assignment, misc]
-    torch.accelerator.empty_cache = lambda: None
+    if device == "cpu":
+        torch.cuda.Event = lambda *args, **kwargs: None  # type: ignore[assignment, misc]
+        torch.accelerator.empty_cache = lambda: None
 
     os.environ[VARIABLE] = "all"
     vllm.register()
@@ -163,7 +164,7 @@ def check(layer: Any) -> None:
     generator = torch.Generator().manual_seed(layer.compress_ratio)
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float32)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(torch.get_default_device())
 
     for name, parameter in layer.named_parameters():
         parameter.data.copy_(1 + 0.1 * draw(*parameter.shape) if "norm" in name else 0.1 * draw(*parameter.shape))
@@ -188,13 +189,21 @@ def check(layer: Any) -> None:
     decoded = run(layer, inputs, last, real(metadata(layer, decodes=True), layer))
     torch.testing.assert_close(decoded, whole[last], atol=0.02, rtol=0.02)
     assert whole.isfinite().all()
+    if decoded.is_cuda:
+        found, graph = real(metadata(layer, decodes=True), layer), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            again = run(layer, inputs, last, found)
+        again.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(again, decoded)
     project(layer, whole, inputs["positions"] * 0)
 
 
 def project(layer: Any, o: torch.Tensor, positions: torch.Tensor) -> None:
     """With FP8 weights as the engine leaves them, a scale for 128 x 128. Nothing is turned at position 0."""
     groups, width = layer.n_local_groups, o.shape[1] // layer.n_local_groups * 512
-    weight = torch.randn(groups, layer.o_lora_rank, width).to(torch.float8_e4m3fn)
+    weight = torch.randn(groups, layer.o_lora_rank, width, dtype=torch.float32).to(torch.float8_e4m3fn)
     layer.wo_a.weight = torch.nn.Parameter(weight, requires_grad=False)
     layer.wo_a.weight_scale_inv = torch.full((groups, layer.o_lora_rank // 128, width // 128), 0.5, dtype=torch.float32)
     got = layer._o_proj(o, positions).float()
@@ -203,8 +212,8 @@ def project(layer: Any, o: torch.Tensor, positions: torch.Tensor) -> None:
     assert ((got - expected).norm() / expected.norm()) < 0.1
 
 
-def main() -> None:
-    model = prepare()
+def main(device: str = "cpu") -> None:
+    model = prepare(device)
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
@@ -214,14 +223,16 @@ def main() -> None:
     with set_current_vllm_config(config), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
         initialize_model_parallel(1, 1)
-        init_workspace_manager(torch.device("cpu"))
+        init_workspace_manager(torch.device(device))
         torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_device(device)
+        streams = [torch.cuda.Stream() for _ in range(3)] if device == "cuda" else None
         buffer = torch.full((MAX_TOKENS, TOP_K), -1, dtype=torch.int32)
         kind = model._select_dsv4_attn_cls(config)
         assert issubclass(kind, DeepseekV4FlashMLAAttention)
         for number in LAYERS:
             prefix = f"model.layers.{number}.attn"
-            layer = kind(config, prefix=prefix, topk_indices_buffer=buffer, aux_stream_list=None)
+            layer = kind(config, prefix=prefix, topk_indices_buffer=buffer, aux_stream_list=streams)
             bind_caches(config, prefix)
             check(layer)
             parts = [layer, layer.compressor, layer.indexer, getattr(layer.indexer, "indexer_op", None)]
@@ -241,8 +252,8 @@ def build(config: Any) -> None:
             continue
         builder = layer.get_attn_backend().get_builder_cls()
         width = {"block_table_width": 16} if getattr(builder, "requires_block_table_width", False) else {}
-        builder(spec, [name], config, torch.device("cpu"), **width)
+        builder(spec, [name], config, torch.device(torch.get_default_device()), **width)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
