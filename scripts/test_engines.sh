@@ -25,8 +25,11 @@ if [[ ${1-} == --torch ]]; then
 fi
 
 (($# > 0)) || set -- vllm==0.33.0 sglang==0.5.23
-pip_install --upgrade --target "$folder/packages" -r tests/plugins/requirements.txt
-pip_install --upgrade --target "$folder/packages" --no-deps compressed-tensors # which would bring another torch
+if [[ ! tests/plugins/requirements.txt -ot $folder/packages/.installed ]]; then
+  pip_install --upgrade --target "$folder/packages" -r tests/plugins/requirements.txt
+  pip_install --upgrade --target "$folder/packages" --no-deps compressed-tensors # which would bring another torch
+  touch "$folder/packages/.installed"
+fi
 failed=()
 for wanted in "$@"; do
   engine=${wanted%%[^a-z]*}
