@@ -185,6 +185,44 @@ def test_the_indexers_prefill_and_decode_agree(step: type[Step]) -> None:
         assert int(torch.isin(row, expected).sum()) >= TOP_K - row.is_cuda  # of scores that are nearly the same, one
 
 
+def test_prefill_rows_that_ranks_share(step: type[Step], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank scores its own rows, and the engine's exchange brings the others."""
+    layer, g = make_layer(4), generator(2)
+    step.metadata = metadata(layer, decodes=False)
+    exchanged = []
+
+    class PrefillRowShard:
+        @classmethod
+        def from_metadata(cls, prefill: Any, num_decode_tokens: int) -> PrefillRowShard:
+            assert (prefill.row_shard_sizes, num_decode_tokens) == ([100, 50], 0)
+            return cls()
+
+        def narrow(self, chunk: Any) -> Any:
+            return 100, TOKENS, chunk.cu_seqlen_ks[100:], chunk.cu_seqlen_ke[100:]
+
+        def exchange_topk(self, topk_buffer: torch.Tensor, width: int) -> None:
+            exchanged.append((topk_buffer, width))
+
+    names = seams.INDEXER_OP.removesuffix(".py").split("/")
+    for count in range(2, len(names) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(names[:count]), ModuleType(names[count - 1]))
+    sys.modules[".".join(names)].PrefillRowShard = PrefillRowShard  # type: ignore[attr-defined]
+    indexer, buffer = layer.indexer, layer.topk_indices_buffer
+    indexer.compressor(draw(g, TOKENS, 512), torch.arange(TOKENS), layer.rotary_emb)
+    q = draw(g, TOKENS, 64, 128).to(torch.float8_e4m3fn)
+    weights = draw(g, TOKENS, 64)
+    indexer.indexer_op.forward_cuda(q, q, None, weights)
+    whole = buffer[:TOKENS].clone()
+    assert exchanged == []
+    step.metadata[indexer.k_cache.prefix].prefill.row_shard_sizes = [100, 50]
+    indexer.indexer_op.forward_cuda(q, q, None, weights)
+    assert torch.equal(buffer[100:TOKENS], whole[100:])
+    assert (buffer[:100] == -1).all()
+    ((given, width),) = exchanged
+    assert given is buffer
+    assert width == TOP_K
+
+
 def test_norm_and_output(step: type[Step]) -> None:
     layer, g = make_layer(1), generator(3)
     qr, scale, kv = layer._split_qkv_and_norm(draw(g, 5, 256 + 512).bfloat16())
