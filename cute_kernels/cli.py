@@ -33,7 +33,7 @@ from cute_kernels.runtime.key import KernelKey
 PROGRAM = "python -m cute_kernels"
 VARIABLES = (
     "CUTE_KERNELS_CACHE_DIR", "CUTE_KERNELS_CHECK", "CUTE_KERNELS_FALLBACK", "CUTE_KERNELS_JIT", "CUTE_KERNELS_LOG",
-    "CUTE_KERNELS_NVTX",
+    "CUTE_KERNELS_NVTX", "CUTE_KERNELS_PLUGIN",
     "CUTE_DSL_ARCH", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 TP_SIZES = (1, 2, 4, 8)

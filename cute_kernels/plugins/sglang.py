@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's DeepSeek-V4 attention over this package's ops: a plug-in of the group `sglang.srt.plugins`.
+
+    decode    what the backend calls FlashMLA for, decode, verification and dense prefill: sparse_mla_decode
+    prefill   the sparse prefill on its gathered workspace: sparse_mla_prefill
+
+With both, a layer has its own number of heads; otherwise the engine pads them to 64 or 128. Caches, metadata and
+everything before and after attention stay the engine's. A subclass takes the place of the backend's class when its
+module is imported; the draft's steps name that class too. Backends of other caches or kernels keep their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cute_kernels import formats
+from cute_kernels.plugins import Plugin, on_import, rebind
+from cute_kernels.sparse_mla.ops import sparse_mla_decode, sparse_mla_prefill
+
+if TYPE_CHECKING:
+    Engines = Any  # the mixin's base: the engine's class comes behind it
+else:
+    Engines = object
+
+PLUGIN = Plugin("sglang", ((0, 5, 23), (0, 5, 24)), ("decode", "prefill"))
+
+BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
+BACKEND_CLASS = "DeepseekV4AttnBackend"
+KERNELS = "sglang.kernels.ops.attention.flash_mla_interface"
+MODEL = "sglang.srt.models.deepseek_v4"
+
+DECODE = "_flash_mla_with_kvcache"
+"""The backend's attribute that holds FlashMLA's function."""
+
+PREFILL = "flash_mla_sparse_fwd"
+"""FlashMLA's other function, which the backend imports at each call."""
+
+
+class State:
+    """What holds for this process.
+
+    serves       a backend whose calls are served has been made
+    in_prefill   the call that runs is the sparse prefill of such a backend
+    """
+
+    serves = False
+    in_prefill = False
+
+
+def register() -> None:
+    """The entry point. May be called often, and imports nothing of the engine."""
+    parts = PLUGIN.requested()
+    if not parts or Backend.parts == parts:
+        return
+    Backend.parts = parts
+    on_import(BACKEND, PLUGIN.guard(install_backend))
+    if "prefill" in parts:
+        on_import(KERNELS, PLUGIN.guard(install_prefill))
+    if parts >= {"decode", "prefill"}:
+        on_import(MODEL, PLUGIN.guard(install_head_count))
+
+
+def install_backend(module: ModuleType) -> None:
+    base = getattr(module, BACKEND_CLASS)
+    rebind(module, BACKEND_CLASS, type("CuteKernelsDeepseekV4AttnBackend", (Backend, base), {}))
+
+
+def install_prefill(module: ModuleType) -> None:
+    original: Callable[..., Any] = getattr(module, PREFILL)
+
+    def flash_mla_sparse_fwd(
+        q: Any,
+        kv: Any,
+        indices: Any,
+        sm_scale: float,
+        d_v: int = formats.HEAD_DIM,
+        attn_sink: Any = None,
+        topk_length: Any = None,
+        **options: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Statistics are None in the sparse prefill of a backend that is served: it has no use for them."""
+        if State.in_prefill and not options:
+            return sparse_mla_prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, return_lse=False)
+        found: tuple[Any, Any, Any] = original(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, **options)
+        return found
+
+    rebind(module, PREFILL, flash_mla_sparse_fwd)
+
+
+def install_head_count(module: ModuleType) -> None:
+    layer = module.MQALayer
+    original = layer._kernel_num_heads
+
+    def _kernel_num_heads(self: Any, num_tokens: int) -> int:
+        """As many heads as this rank has, without padding."""
+        native = State.serves and not getattr(self, "is_dsv41", False)
+        return int(self.n_local_heads if native else original(self, num_tokens))
+
+    layer._kernel_num_heads = _kernel_num_heads
+
+
+def unsupported(backend: Any) -> str:
+    """Why a backend keeps its own kernels; "": it need not."""
+    if getattr(backend, DECODE, None) is None:
+        return "the backend has no FlashMLA"
+    if backend.trtllm_attn or backend.mega_attn:
+        return "another backend's kernels are chosen"
+    layout = backend.token_to_kv_pool.kv_layout
+    if backend.is_dsv41 or backend._swa_interleaved or layout.name != "V4":
+        return f"records are {layout.name}"
+    if backend.hisparse_coordinator is not None:
+        return "caches are partly on the host (HiSparse)"
+    return ""
+
+
+class Backend(Engines):
+    parts: frozenset[str] = frozenset()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        reason = unsupported(self)
+        self._is_served = not reason
+        if reason:
+            PLUGIN.fall_back("all parts", reason)
+            return
+        State.serves = True
+        if "decode" in self.parts:
+            setattr(self, DECODE, partial(self._decode, getattr(self, DECODE)))
+
+    def _decode(self, original: Callable[..., Any], *, q: torch.Tensor, k_cache: torch.Tensor, **call: Any) -> Any:
+        """FlashMLA's call with keywords, as this backend makes it. Returns (out, None): nobody reads the sums."""
+        extra = call.get("extra_k_cache")
+        caches = [cache for cache in (k_cache, extra) if cache is not None]
+        reason = ""
+        if any(cache.shape[-1] != formats.FP8_DS_MLA.row_elements for cache in caches):
+            reason = "records are not of 584 bytes"
+        unknown = {name for name, value in call.items() if value is not None} - SERVED
+        if unknown:
+            reason = f"the call has {sorted(unknown)[0]}"
+        if reason:
+            PLUGIN.fall_back("decode", reason)
+            return original(q=q, k_cache=k_cache, **call)
+        self._announce(q)
+        return sparse_mla_decode(
+            q,
+            _pages(k_cache),
+            call["indices"],
+            topk_length=call.get("topk_length"),
+            attn_sink=call.get("attn_sink"),
+            softmax_scale=call.get("softmax_scale"),
+            extra_k_cache=None if extra is None else _pages(extra),
+            extra_indices=call.get("extra_indices_in_kvcache"),
+            extra_topk_length=call.get("extra_topk_length"),
+            return_lse=False,
+        )
+
+    def _forward_prefill_sparse(self, q: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_served or "prefill" not in self.parts:
+            return super()._forward_prefill_sparse(q, *args, **kwargs)
+        self._announce(q)
+        with _in_prefill():
+            return super()._forward_prefill_sparse(q, *args, **kwargs)
+
+    def _announce(self, q: torch.Tensor) -> None:
+        if PLUGIN.is_announced:
+            return
+        PLUGIN.announce(f"{type(self).__name__} with {', '.join(sorted(self.parts))}; {q.shape[-2]} heads")
+
+
+SERVED = {
+    "head_dim_v", "tile_scheduler_metadata", "softmax_scale", "is_fp8_kvcache", "indices", "topk_length", "attn_sink",
+    "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length",
+}  # fmt: skip
+"""Arguments of FlashMLA's call that may have a value."""
+
+
+def _pages(cache: torch.Tensor) -> torch.Tensor:
+    """[pages, rows, 1, 584] as uint8 [pages, rows, 584]."""
+    return cache.squeeze(2).view(torch.uint8)
+
+
+@contextmanager
+def _in_prefill() -> Iterator[None]:
+    State.in_prefill = True
+    try:
+        yield
+    finally:
+        State.in_prefill = False

@@ -1,0 +1,620 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's DeepSeek-V4 layers over this package's ops: a plug-in of the group `vllm.general_plugins`.
+
+The model asks a function which attention class its layers are of. In its place comes one that returns a subclass of
+what was chosen, of FlashMLA's class only, made of a mixin for each part that is asked for. Builders, metadata, caches,
+weights and streams stay the engine's.
+
+    decode       _forward_decode: sparse_mla_decode
+    prefill      _forward_prefill: sparse_mla_prefill_paged, or rows gathered and sparse_mla_prefill, as is faster
+    insert       _fused_qnorm_rope_kv_insert, in place
+    norm         _split_qkv_and_norm: fused_q_kv_rmsnorm
+    indexer      queries, scores and top-k
+    compressor   both compressors in one pass: fused_compress_norm_rope_store
+    output       _o_proj: fused_inv_rope_fp8_quant, deepseek_v4_fp8_einsum
+
+With decode, prefill and insert the layer has its own number of heads; otherwise the engine pads them to 64 or 128. A
+mixin hands what it does not serve to the engine's own method.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cute_kernels import formats
+from cute_kernels.compressor.ops import fused_compress_norm_rope_store, save_partial_states
+from cute_kernels.indexer.ops import (
+    cp_gather_indexer_k_quant_cache,
+    fused_indexer_q_rope_quant,
+    score_top_k_decode,
+    score_top_k_prefill,
+    score_top_k_workspace_size,
+)
+from cute_kernels.indices.ops import combine_topk_swa_indices, compute_global_topk_indices_and_lens
+from cute_kernels.kv_cache.ops import dequantize_and_gather_k_cache, fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
+from cute_kernels.norm.ops import fused_q_kv_rmsnorm
+from cute_kernels.output.ops import deepseek_v4_fp8_einsum, fused_inv_rope_fp8_quant
+from cute_kernels.plugins import PARTS, Plugin, on_import
+from cute_kernels.sparse_mla.ops import (
+    sparse_mla_decode,
+    sparse_mla_decode_workspace_size,
+    sparse_mla_prefill,
+    sparse_mla_prefill_paged,
+)
+
+if TYPE_CHECKING:
+    Engines = Any  # a mixin's base: the engine's class comes behind it
+else:
+    Engines = object
+
+PLUGIN = Plugin("vllm", ((0, 33), (0, 34)))
+
+MODEL = "vllm.models.deepseek_v4.nvidia.model"
+SELECTOR = "_select_dsv4_attn_cls"
+BASE = "DeepseekV4FlashMLAAttention"
+
+WINDOW_COLUMNS = 256
+"""At least the columns of a decode row's window: 128, more with speculative tokens."""
+
+SCORE_BYTES = 64 << 20
+"""Memory for scores of the indexer at a time, but for a single request that needs more. It lies in the workspace that
+attention gathers rows into, behind the indexer's own keys."""
+
+MOST_ROWS = 8
+"""Rows of a decode request that are scored together, at most."""
+
+
+def register() -> None:
+    """The entry point. May be called often, and imports nothing of the engine."""
+    parts = PLUGIN.requested()
+    if parts:
+        on_import(MODEL, PLUGIN.guard(partial(install, parts=parts)))
+
+
+def install(model: ModuleType, parts: frozenset[str]) -> None:
+    """Put a function in the place of the model's, that chooses the attention class."""
+    select, base = getattr(model, SELECTOR), getattr(model, BASE)
+    if getattr(select, "of_cute_kernels", False):
+        return
+
+    def select_attention_class(vllm_config: Any) -> type:
+        chosen: type = select(vllm_config)
+        reason = unsupported(chosen, base, vllm_config)
+        if reason:
+            PLUGIN.fall_back("all parts", reason)
+            return chosen
+        return attention_class(chosen, parts)
+
+    select_attention_class.of_cute_kernels = True  # type: ignore[attr-defined]
+    setattr(model, SELECTOR, select_attention_class)
+
+
+def unsupported(chosen: type, base: type, vllm_config: Any) -> str:
+    """Why this model's layers stay the engine's; "": they need not."""
+    config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
+    if chosen is not base:
+        return f"the attention class is {chosen.__name__}, not {base.__name__}"
+    if getattr(config, "vision_n_layers", 0) > 0:
+        return "windows are widened for images"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "contexts are sharded over ranks"
+    if config.head_dim != formats.HEAD_DIM or config.qk_rope_head_dim != formats.ROPE_DIM:
+        return f"heads have {config.head_dim} columns, {config.qk_rope_head_dim} of them rotated"
+    return ""
+
+
+@cache
+def attention_class(base: type, parts: frozenset[str]) -> type:
+    """The engine's attention class with the parts over it."""
+    mixins: list[type] = [Announcement]
+    if parts >= {"decode", "prefill", "insert"}:
+        mixins.append(NativeHeads)
+    mixins += [ATTENTION[part] for part in PARTS if part in parts and part in ATTENTION]
+    if parts & {"indexer", "compressor"}:
+        mixins.append(ChoosesIndexer)
+    return type("DeepseekV4CuteKernelsAttention", (*mixins, base), {"cute_kernels_parts": parts})
+
+
+@cache
+def subclass(base: Any, *mixins: Any) -> type:
+    """Of an engine's class, with the mixins over it: one for all layers."""
+    return type(f"CuteKernels{base.__name__}", (*mixins, base), {})
+
+
+def forward_metadata() -> Any:
+    """Of this step: by layer, None in a dummy run, a list of such where batches are split in two."""
+    from vllm.forward_context import get_forward_context
+
+    return get_forward_context().attn_metadata
+
+
+def workspace(*shapes_and_dtypes: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
+    """Scratch memory of the engine, which is reserved in its dummy run and locked then."""
+    from vllm.v1.worker.workspace import current_workspace_manager
+
+    found: list[torch.Tensor] = current_workspace_manager().get_simultaneous(*shapes_and_dtypes)
+    return found
+
+
+# ---- the attention layer ---------------------------------------------------------------------------------------------
+
+
+class Announcement(Engines):
+    """Says at the first step what is in use."""
+
+    cute_kernels_parts: frozenset[str]
+
+    def forward_mqa(self, q: Any, kv: Any, positions: Any, output: Any) -> None:
+        if not PLUGIN.is_announced and isinstance(forward_metadata(), dict):
+            parts = ", ".join(part for part in PARTS if part in self.cute_kernels_parts)
+            PLUGIN.announce(f"{type(self).__name__} with {parts}; {q.shape[1]} heads for {self.n_local_heads}")
+        super().forward_mqa(q, kv, positions, output)
+
+
+class NativeHeads(Engines):
+    @classmethod
+    def get_padded_num_q_heads(cls, num_heads: int) -> int:
+        return num_heads
+
+
+class Decode(Engines):
+    _decode_bytes: int | None = None
+
+    def forward_mqa(self, q: Any, kv: Any, positions: Any, output: Any) -> None:
+        super().forward_mqa(q, kv, positions, output)
+        if forward_metadata() is None:
+            self._decode_workspace(q.device)
+
+    def _decode_workspace(self, device: torch.device) -> torch.Tensor | None:
+        """As large in the dummy run as ever after: for the largest batch and the longest lists."""
+        if self._decode_bytes is None:
+            columns = 0
+            if self.compress_ratio == 4:
+                columns = self.topk_indices_buffer.shape[-1]
+            elif self.compress_ratio > 1:
+                columns = 2 * -(-self.max_model_len // self.compress_ratio)
+            self._decode_bytes = sparse_mla_decode_workspace_size(
+                self.max_num_batched_tokens, 1, self.padded_heads, WINDOW_COLUMNS, columns, device=device
+            )
+        return workspace(((self._decode_bytes,), torch.uint8))[0] if self._decode_bytes else None
+
+    def _forward_decode(
+        self, q: Any, kv_cache: Any, swa_metadata: Any, attn_metadata: Any, swa_only: bool, output: Any
+    ) -> None:
+        rows = swa_metadata.num_decode_tokens
+        slots = lens = None
+        if not swa_only and self.compress_ratio == 4:
+            slots, lens = compute_global_topk_indices_and_lens(
+                self.topk_indices_buffer[:rows],
+                swa_metadata.token_to_req_indices,
+                attn_metadata.block_table[: swa_metadata.num_decodes],
+                attn_metadata.block_size // self.compress_ratio,
+                swa_metadata.is_valid_token[:rows],
+            )
+            slots = slots[:, None]
+        elif not swa_only:
+            slots, lens = attn_metadata.c128a_global_decode_topk_indices, attn_metadata.c128a_decode_topk_lens
+        sparse_mla_decode(
+            q[:, None],
+            self.swa_cache_layer.kv_cache,
+            swa_metadata.decode_swa_indices,
+            topk_length=swa_metadata.decode_swa_lens,
+            attn_sink=self.attn_sink,
+            softmax_scale=self.scale,
+            extra_k_cache=None if swa_only else kv_cache,
+            extra_indices=slots,
+            extra_topk_length=lens,
+            out=output[:, None],
+            return_lse=False,
+            workspace=self._decode_workspace(q.device),
+        )
+
+
+class Prefill(Engines):
+    def _forward_prefill(
+        self,
+        q: Any,
+        positions: Any,
+        compressed_k_cache: Any,
+        swa_k_cache: Any,
+        output: Any,
+        attn_metadata: Any,
+        swa_metadata: Any,
+    ) -> None:
+        if swa_metadata.prefill_left_visible is not None or swa_metadata.prefill_right_visible is not None:
+            PLUGIN.fall_back("prefill", "windows are widened for images")
+            super()._forward_prefill(q, positions, compressed_k_cache, swa_k_cache, output, attn_metadata, swa_metadata)
+            return
+        first, rows = swa_metadata.num_decode_tokens, swa_metadata.num_prefill_tokens
+        picks = None
+        if attn_metadata is not None and self.compress_ratio == 4:
+            picks = self.topk_indices_buffer[first : first + rows]
+        q, output = q[:rows], output[:rows]
+        if self._reads_pages(q, swa_metadata):
+            decodes, end = swa_metadata.num_decodes, swa_metadata.num_decodes + swa_metadata.num_prefills
+            sparse_mla_prefill_paged(
+                q,
+                swa_k_cache,
+                swa_metadata.block_table[decodes:end],
+                swa_metadata.query_start_loc[decodes : end + 1],
+                swa_metadata.prefill_seq_lens,
+                self.scale,
+                window_size=self.window_size,
+                compressed_cache=None if attn_metadata is None else compressed_k_cache,
+                compressed_block_table=None if attn_metadata is None else attn_metadata.block_table[decodes:end],
+                compress_ratio=self.compress_ratio,
+                topk_indices=picks,
+                attn_sink=self.attn_sink,
+                out=output,
+                return_lse=False,
+            )
+            return
+        if attn_metadata is not None and picks is None:
+            picks = attn_metadata.c128a_prefill_topk_indices
+        self._gather_and_attend(q, compressed_k_cache, swa_k_cache, output, attn_metadata, swa_metadata, picks)
+
+    def _reads_pages(self, q: torch.Tensor, swa_metadata: Any) -> bool:
+        """Whether reading the pages is faster than gathering them first, by the lengths that the host knows."""
+        if q.device.type != "cuda":
+            return False
+        from cute_kernels.layers.prefill_form import prefill_form
+        from cute_kernels.runtime.arch import arch_of
+
+        arch, context = arch_of(q.device.index), int(swa_metadata.prefill_seq_lens_cpu.max())
+        return prefill_form(arch, self.compress_ratio, q.shape[1], q.shape[0], context) == "paged"
+
+    def _gather_and_attend(
+        self,
+        q: torch.Tensor,
+        compressed_k_cache: Any,
+        swa_k_cache: torch.Tensor,
+        output: torch.Tensor,
+        attn_metadata: Any,
+        swa_metadata: Any,
+        picks: torch.Tensor | None,
+    ) -> None:
+        """A few requests at a time: their compressed entries and the ends of their windows' caches into one buffer of
+        rows, and then attention to rows."""
+        requests = swa_metadata.num_decodes
+        starts, starts_cpu = swa_metadata.query_start_loc, swa_metadata.query_start_loc_cpu
+        seq_lens, gather_lens = swa_metadata.prefill_seq_lens, swa_metadata.prefill_gather_lens
+        top_k = 0 if picks is None else picks.shape[-1]
+        if picks is None:
+            picks = torch.empty(q.shape[0], 0, dtype=torch.int32, device=q.device)
+        columns = -(-(top_k + self.window_size + self.max_image_tokens) // 128) * 128
+        plan = swa_metadata.get_prefill_chunk_plan(
+            compress_ratio=self.compress_ratio, prefill_chunk_size=self.PREFILL_CHUNK_SIZE
+        )
+        for begin, end, entries, width in plan:
+            gathered, indices, lens = workspace(
+                ((end - begin, width, formats.HEAD_DIM), torch.bfloat16),
+                ((self.max_num_batched_tokens, columns), torch.int32),
+                ((self.max_num_batched_tokens,), torch.int32),
+            )
+            of_chunk = slice(requests + begin, requests + end)
+            if attn_metadata is not None:
+                dequantize_and_gather_k_cache(
+                    gathered,
+                    compressed_k_cache,
+                    seq_lens[begin:end] // self.compress_ratio,
+                    None,
+                    attn_metadata.block_table[of_chunk],
+                    attn_metadata.block_size // self.compress_ratio,
+                    0,
+                )
+            dequantize_and_gather_k_cache(
+                gathered,
+                swa_k_cache,
+                seq_lens[begin:end],
+                gather_lens[begin:end],
+                swa_metadata.block_table[of_chunk],
+                swa_metadata.block_size,
+                entries,
+            )
+            first, last = (int(starts_cpu[requests + i] - starts_cpu[requests]) for i in (begin, end))
+            out = indices[: last - first], lens[: last - first]
+            combine_topk_swa_indices(
+                picks[first:last],
+                starts[requests + begin : requests + end + 1],
+                seq_lens[begin:end],
+                gather_lens[begin:end],
+                self.window_size,
+                self.compress_ratio,
+                top_k,
+                width,
+                entries,
+                out=out,
+            )
+            sparse_mla_prefill(
+                q[first:last],
+                gathered.view(-1, 1, formats.HEAD_DIM),
+                out[0][:, None],
+                self.scale,
+                attn_sink=self.attn_sink,
+                topk_length=out[1],
+                out=output[first:last],
+                return_lse=False,
+            )
+
+
+class Insert(Engines):
+    def _fused_qnorm_rope_kv_insert(self, q: torch.Tensor, kv: Any, positions: Any, attn_metadata: Any) -> torch.Tensor:
+        cache = self.swa_cache_layer.kv_cache
+        served = isinstance(attn_metadata, dict) and cache.dtype == torch.uint8
+        if served and self.padded_heads != self.n_local_heads:
+            PLUGIN.fall_back("insert", "queries are padded unless decode and prefill are replaced too")
+            served = False
+        if not served:
+            padded: torch.Tensor = super()._fused_qnorm_rope_kv_insert(q, kv, positions, attn_metadata)
+            return padded
+        swa_metadata = attn_metadata[self.swa_cache_layer.prefix]
+        fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
+            q,
+            kv,
+            cache,
+            swa_metadata.slot_mapping,
+            positions,
+            self.rotary_emb.cos_sin_cache,
+            self.eps,
+            swa_metadata.block_size,
+        )
+        return q
+
+
+class Norm(Engines):
+    def _split_qkv_and_norm(self, qr_kv: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
+        qr, kv = qr_kv.split([self.q_lora_rank, self.head_dim], dim=-1)
+        qr, kv = fused_q_kv_rmsnorm(qr, kv, self.q_norm.weight.data, self.kv_norm.weight.data, self.eps)
+        return qr, None, kv
+
+
+class Output(Engines):
+    def _o_proj(self, o: Any, positions: Any) -> torch.Tensor:
+        weight = self.wo_a.weight
+        if weight.dtype != torch.float8_e4m3fn or weight.dim() != 3 or not isinstance(o, torch.Tensor):
+            PLUGIN.fall_back("output", f"wo_a is {weight.dtype} {list(weight.shape)}")
+            projected: torch.Tensor = super()._o_proj(o, positions)
+            return projected
+        groups = self.n_local_groups
+        codes, scales = fused_inv_rope_fp8_quant(
+            o,
+            positions,
+            self.rotary_emb.cos_sin_cache,
+            groups,
+            self.n_local_heads // groups,
+            tma_aligned_scales=self._tma_aligned_scales,
+        )
+        weight_scale = self.wo_a.weight_scale if hasattr(self.wo_a, "weight_scale") else self.wo_a.weight_scale_inv
+        z = torch.empty(o.shape[0], groups, self.o_lora_rank, dtype=torch.bfloat16, device=o.device)
+        deepseek_v4_fp8_einsum(codes, scales, weight, weight_scale, z, "bhr,hdr->bhd", list(self._einsum_recipe))
+        result: torch.Tensor = self.wo_b(z.flatten(1))
+        return result
+
+
+# ---- compressors -----------------------------------------------------------------------------------------------------
+
+
+class Compressor(Engines):
+    """Saves projections and closes entries in one launch. `swa_prefix` names the window's cache, whose metadata has the
+    first row of every request."""
+
+    swa_prefix = ""
+
+    def forward(self, kv_score: torch.Tensor, positions: torch.Tensor, rotary_emb: Any) -> None:
+        metadata = forward_metadata()
+        if not isinstance(metadata, dict):
+            return
+        kv_cache = self._static_forward_context[self.k_cache_prefix].kv_cache
+        if self.use_fp4_cache or kv_cache.dtype != torch.uint8:
+            PLUGIN.fall_back("compressor", "entries are MXFP4" if self.use_fp4_cache else f"a {kv_cache.dtype} cache")
+            super().forward(kv_score, positions, rotary_emb)
+            return
+        state, state_cache = metadata[self.state_cache.prefix], self.state_cache.kv_cache
+        if state.c128_boundary is False and self.compress_ratio == 128 and not _is_capturing(kv_score):
+            width = self.coff * self.head_dim
+            kv, score = kv_score.split(width, dim=-1)
+            save_partial_states(
+                kv,
+                score,
+                self.ape,
+                positions,
+                state_cache,
+                state.slot_mapping,
+                state.block_size,
+                width,
+                self.compress_ratio,
+            )
+            return
+        fused_compress_norm_rope_store(
+            kv_score,
+            self.ape,
+            positions,
+            state.token_to_req_indices,
+            metadata[self.swa_prefix].query_start_loc,
+            state_cache,
+            state.slot_mapping,
+            state.block_table,
+            rotary_emb.cos_sin_cache,
+            kv_cache,
+            metadata[self.k_cache_prefix].slot_mapping,
+            self.norm.weight.data,
+            self.rms_norm_eps,
+            self.compress_ratio,
+            kv_format=(formats.FP8_DS_MLA if self.head_dim == formats.HEAD_DIM else formats.INDEXER_FP8).id,
+        )
+
+
+def _is_capturing(tensor: torch.Tensor) -> bool:
+    """A captured graph would repeat this step's decision."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class ReplacesCompressor(Engines):
+    """The layer's compressor is made by a name in the engine's module, which other classes use too: it changes its
+    class once it is there."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.compressor is not None:
+            own: Any = type(self.compressor)
+            self.compressor.__class__ = subclass(own, Compressor)
+            self.compressor.swa_prefix = self.swa_cache_layer.prefix
+        if self.indexer is not None:
+            self.indexer.compressor.swa_prefix = self.swa_cache_layer.prefix
+
+
+class IndexersCompressor(Engines):
+    def _get_compressor_cls(self) -> type:
+        return subclass(super()._get_compressor_cls(), Compressor)
+
+
+# ---- the indexer -----------------------------------------------------------------------------------------------------
+
+
+class ChoosesIndexer(Engines):
+    def _get_indexer_cls(self, vllm_config: Any) -> type:
+        mixins = [mixin for part, mixin in INDEXER.items() if part in self.cute_kernels_parts]
+        return subclass(super()._get_indexer_cls(vllm_config), *mixins)
+
+
+class Indexer(Engines):
+    def _get_attn_cls(self) -> type:
+        return subclass(super()._get_attn_cls(), Scores)
+
+    def _q_rope_quant(self, positions: Any, q: Any, rotary_emb: Any, indexer_weights: Any) -> tuple[Any, torch.Tensor]:
+        if self.use_fp4_kv:
+            PLUGIN.fall_back("indexer", "keys are MXFP4")
+            quantized: tuple[Any, torch.Tensor] = super()._q_rope_quant(positions, q, rotary_emb, indexer_weights)
+            return quantized
+        return fused_indexer_q_rope_quant(
+            positions, q, rotary_emb.cos_sin_cache, indexer_weights, self.softmax_scale, self.n_head**-0.5
+        )
+
+
+class Scores(Engines):
+    """Scores and the best of them, in place of the op behind `SparseAttnIndexer`."""
+
+    _score_bytes: int | None = None
+
+    def forward_native(self, hidden_states: Any, q_quant: Any, k: Any, weights: Any) -> Any:
+        return self.forward_cuda(hidden_states, q_quant, k, weights)
+
+    def forward_cuda(self, hidden_states: Any, q_quant: Any, k: Any, weights: Any) -> Any:
+        metadata = forward_metadata()
+        of_layer = metadata[self.k_cache.prefix] if isinstance(metadata, dict) else None
+        reason = self._not_served(q_quant, of_layer)
+        if of_layer is None or reason:
+            if reason:
+                PLUGIN.fall_back("indexer", reason)
+            result = super().forward_cuda(hidden_states, q_quant, k, weights)
+            if of_layer is None:
+                self._score_workspace()
+            return result
+        self.topk_indices_buffer[: hidden_states.shape[0]] = -1
+        if of_layer.num_prefills > 0:
+            self._prefill(q_quant, weights, of_layer)
+        if of_layer.num_decode_tokens > 0:
+            self._decode(q_quant, weights, of_layer)
+        return self.topk_indices_buffer
+
+    def _not_served(self, q_quant: Any, of_layer: Any) -> str:
+        if self.use_fp4_cache or not isinstance(q_quant, torch.Tensor):
+            return "keys are MXFP4"
+        if self.dcp_world_size > 1 or self.use_pcp:
+            return "contexts are sharded over ranks"
+        if self.candidate_blocks is not None:
+            return "blocks are chosen ahead of rows"
+        if not self.skip_k_cache_insert or self.dense_mha_metadata_layer_name:
+            return "the op inserts keys or leaves rows to dense attention"
+        decode = None if of_layer is None else of_layer.decode
+        if decode is None or of_layer.num_decode_tokens == 0:
+            return ""
+        if decode.requires_padding or of_layer.num_decode_tokens % decode.decode_lens.shape[0]:
+            return "decode requests have unequal numbers of rows"
+        if decode.indices is not None or decode.global_seq_lens is not None:
+            return "decode rows name their requests"
+        return ""
+
+    def _score_workspace(self) -> list[torch.Tensor]:
+        """Gathered keys, their scales, scores: the first two where the engine's own op has them, as a chunk may find
+        there what the one before has gathered."""
+        if self._score_bytes is None:
+            rows = self.topk_indices_buffer.shape[0]
+            self._score_bytes = max(
+                score_top_k_workspace_size(rows, self.max_model_len, self.topk_tokens, next_n=n, most=SCORE_BYTES)
+                for n in (1, MOST_ROWS)
+            )
+        return workspace(
+            ((self.max_total_seq_len, self.head_dim), torch.float8_e4m3fn),
+            ((self.max_total_seq_len, 4), torch.uint8),
+            ((self._score_bytes,), torch.uint8),
+        )
+
+    def _prefill(self, q: torch.Tensor, weights: torch.Tensor, of_layer: Any) -> None:
+        keys, scales, memory = self._score_workspace()
+        shard = None
+        if getattr(of_layer.prefill, "row_shard_sizes", None) is not None:
+            from vllm.model_executor.layers.sparse_attn_indexer import PrefillRowShard
+
+            shard = PrefillRowShard.from_metadata(of_layer.prefill, of_layer.num_decode_tokens)
+        for chunk in of_layer.prefill.chunks:
+            k, k_scale = keys[: chunk.max_local_total_seq_lens], scales[: chunk.max_local_total_seq_lens]
+            if not chunk.skip_kv_gather and chunk.local_total_seq_lens > 0:
+                cp_gather_indexer_k_quant_cache(
+                    self.k_cache.kv_cache, k, k_scale, chunk.block_table, chunk.local_cu_seq_lens
+                )
+            window = chunk.token_start, chunk.token_end, chunk.cu_seqlen_ks, chunk.cu_seqlen_ke
+            if shard is not None:
+                window = shard.narrow(chunk)
+                if window is None:
+                    continue
+            first, last, start, end = window
+            out = self.topk_indices_buffer[first:last, : self.topk_tokens]
+            if chunk.local_total_seq_lens == 0:
+                continue  # the buffer holds -1
+            score_top_k_prefill(
+                q[first:last],
+                (k, k_scale.view(torch.float32).squeeze(-1)),
+                weights[first:last],
+                start,
+                end,
+                self.topk_tokens,
+                max_seqlen_k=chunk.max_seqlen_k,
+                out=out,
+                workspace=memory,
+            )
+        if shard is not None:
+            shard.exchange_topk(self.topk_indices_buffer, self.topk_tokens)
+
+    def _decode(self, q: torch.Tensor, weights: torch.Tensor, of_layer: Any) -> None:
+        rows, decode = of_layer.num_decode_tokens, of_layer.decode
+        requests = decode.decode_lens.shape[0]
+        score_top_k_decode(
+            q[:rows].view(requests, -1, *q.shape[1:]),
+            self.k_cache.kv_cache,
+            weights[:rows],
+            decode.seq_lens[:requests],
+            decode.block_table[:requests],
+            self.max_model_len,
+            self.topk_tokens,
+            out=self.topk_indices_buffer[:rows, : self.topk_tokens],
+            workspace=self._score_workspace()[2],
+        )
+
+
+ATTENTION: dict[str, type] = {
+    "decode": Decode,
+    "prefill": Prefill,
+    "insert": Insert,
+    "norm": Norm,
+    "compressor": ReplacesCompressor,
+    "output": Output,
+}
+"""The mixin of a part over the attention class."""
+
+INDEXER: dict[str, type] = {"indexer": Indexer, "compressor": IndexersCompressor}
+"""The mixin of a part over the indexer class."""

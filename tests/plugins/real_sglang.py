@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's own modules on a CPU with the plug-in over them: `python -m tests.plugins.real_sglang` in an environment of
+scripts/test_engines.sh.
+
+They are imported, and have the plug-in's class, function and head count where they use them. Then the backend's own
+attention, over caches and metadata made by hand, runs the same rows as a decode and as a sparse prefill.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.plugins import stubs
+
+ROWS, HEADS, SWA_ROWS, ENTRIES = 5, 8, 256, 64
+"""Rows and heads of a step, and rows of a page of each cache: records of 584 bytes in pages of multiples of 576."""
+
+
+def main() -> None:
+    # before the stub of torchvision, whose version transformers asks for
+    importlib.import_module("transformers.models.auto.image_processing_auto")
+    importlib.import_module("transformers.models.auto.processing_auto")
+    stubs.install("IPython", "flash_mla", "sentencepiece", "torchvision")
+    from cute_kernels.plugins import VARIABLE, sglang
+
+    os.environ[VARIABLE] = "all"
+    sglang.register()
+    assert not {sglang.BACKEND, sglang.KERNELS, sglang.MODEL} & {*sys.modules}
+    backend, kernels, model = (importlib.import_module(n) for n in (sglang.BACKEND, sglang.KERNELS, sglang.MODEL))
+    kind = backend.DeepseekV4AttnBackend
+    assert issubclass(kind, sglang.Backend)
+    assert kind.__mro__[2].__module__ == sglang.BACKEND
+    others = importlib.import_module("sglang.srt.layers.attention.deepseek_v4_trtllm_backend")
+    assert others.DeepseekV4AttnBackend is kind
+    assert getattr(kernels, sglang.PREFILL).__module__ == sglang.__name__
+    layer = SimpleNamespace(n_local_heads=8, is_dsv41=False, attn_tp_size=8)
+    sglang.State.serves = True
+    assert model.MQALayer._kernel_num_heads(layer, 1) == 8
+    with torch.no_grad():
+        check(backend, sglang.Backend)
+    print(f"sglang: modules were patched, attention ran: {', '.join(sglang.PLUGIN.said)}")
+
+
+def make_pool(backend: ModuleType) -> Any:
+    from cute_kernels import formats, quantize_and_insert_k_cache
+
+    layout = importlib.import_module("sglang.kernels.ops.attention.dsv4.kv_layout").KVLayout.V4
+    raw = []
+    for seed, rows in enumerate((SWA_ROWS, ENTRIES)):
+        stride = -(-584 * rows // 576) * 576
+        pages = torch.zeros(2, stride, dtype=torch.uint8)
+        keys = torch.randn(2 * rows, 512, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        cache = pages[:, : 584 * rows].view(2, rows, formats.FP8_DS_MLA.row_elements)
+        quantize_and_insert_k_cache(keys, cache, torch.arange(2 * rows), rows)
+        raw.append(pages)
+
+    class Pool(backend.DeepSeekV4TokenToKVPool):  # type: ignore[name-defined]
+        request_window, kv_layout = None, layout
+
+        def __init__(self) -> None:
+            pass
+
+        def get_swa_key_buffer_radix(self, layer_id: int) -> torch.Tensor:
+            return raw[0]
+
+        def get_extra_key_buffer(self, layer_id: int) -> torch.Tensor:
+            return raw[1]
+
+        def get_swa_key_page_size(self) -> int:
+            return SWA_ROWS
+
+        def get_extra_key_page_size(self, layer_id: int) -> int:
+            return ENTRIES
+
+        def get_swa_key_bytes_per_token(self) -> int:
+            return 584
+
+        def get_extra_key_bytes_per_token(self, layer_id: int) -> int:
+            return 584
+
+        def get_swa_key_layout(self) -> Any:
+            return layout
+
+        def get_extra_key_layout(self, layer_id: int) -> Any:
+            return layout
+
+    return Pool()
+
+
+def gather(cache: torch.Tensor, ids: torch.Tensor, page_size: int, out: torch.Tensor, layout: Any) -> None:
+    """In place of the engine's Triton kernel."""
+    from cute_kernels import dequantize_and_gather_k_cache
+
+    pages = cache[:, : 584 * page_size].view(cache.shape[0], page_size, 584)
+    table = torch.arange(cache.shape[0], dtype=torch.int32)[None]
+    rows = torch.zeros(1, cache.shape[0] * page_size, 512, dtype=torch.bfloat16)
+    lens = torch.tensor([rows.shape[1]], dtype=torch.int32)
+    dequantize_and_gather_k_cache(rows, pages, lens, None, table, page_size, 0)
+    out.copy_(rows[0, ids.long()].view(out.shape))
+
+
+def check(module: ModuleType, mixin: type) -> None:
+    kind: Any = module.DeepseekV4AttnBackend
+    engines = kind.__mro__[kind.__mro__.index(mixin) + 1]
+    pool = make_pool(module)
+    generator = torch.Generator().manual_seed(3)
+
+    def choose(most: int, columns: int) -> torch.Tensor:
+        return torch.randint(0, most, (ROWS, columns), generator=generator, dtype=torch.int32)
+
+    core = module.DSV4AttnMetadata.__new__(module.DSV4AttnMetadata)
+    core.swa_page_indices, core.swa_topk_lengths = choose(2 * SWA_ROWS, 128), torch.tensor([128, 1, 70, 5, 64]).int()
+    core.c4_sparse_page_indices, core.c4_sparse_topk_lengths = (
+        choose(2 * ENTRIES, 64),
+        torch.tensor([64, 1, 3, 9, 1]).int(),
+    )
+    core.c4_sparse_page_indices[1] = -1  # a row that sees no entry has a length of 1 all the same
+    core.c0_flashmla_metadata = core.c4_flashmla_metadata = None
+    # the workspace of the prefill: all entries, then all rows of the window's cache
+    entries = torch.where(core.c4_sparse_page_indices >= 0, core.c4_sparse_page_indices, -1)
+    combined = torch.full((ROWS, 256), -1, dtype=torch.int32)
+    lens = core.c4_sparse_topk_lengths + core.swa_topk_lengths
+    for row in range(ROWS):
+        own, window = int(core.c4_sparse_topk_lengths[row]), int(core.swa_topk_lengths[row])
+        combined[row, :own] = entries[row, :own]
+        combined[row, own : own + window] = core.swa_page_indices[row, :window] + 2 * ENTRIES
+    workspace = torch.zeros(2 * (ENTRIES + SWA_ROWS), 1, 512, dtype=torch.bfloat16)
+    ids = torch.arange(2 * SWA_ROWS, dtype=torch.int32)
+    prefill = SimpleNamespace(
+        swa_token_ids=ids,
+        swa_page_size=SWA_ROWS,
+        c0_combined_indices=torch.where(torch.arange(128) < core.swa_topk_lengths[:, None], core.swa_page_indices, -1),
+        c0_combined_lens=core.swa_topk_lengths,
+        layer_inputs=lambda ratio, metadata, page_size: (ids[: 2 * ENTRIES], combined, lens),
+    )
+
+    def initialize(self: Any) -> None:
+        self.is_dsv41 = self._swa_interleaved = self.mtp_enabled = False
+        self.hisparse_coordinator, self.token_to_kv_pool, self.softmax_scale, self.head_dim_v = (
+            None,
+            pool,
+            512**-0.5,
+            512,
+        )
+        self.dsv4_prefill_backend = None
+        self.sparse_prefill_kv_buffer = SimpleNamespace(
+            get=lambda rows: workspace[:rows], get_with_head=lambda rows, head_source: (workspace[:rows], False)
+        )
+        self.forward_metadata = SimpleNamespace(
+            core_attn_metadata=core, sparse_prefill_cache=prefill, late_layer_tail=None
+        )
+        self._flash_mla_with_kvcache = None
+
+        def original(**call: Any) -> None:
+            raise AssertionError("the engine's kernel")
+
+        self._flash_mla_with_kvcache = original
+
+    engines.__init__ = initialize
+    module.is_cp_active = lambda forward_batch: False  # type: ignore[attr-defined]
+    module.use_dsv4_q8kv8_sparse_prefill = lambda chosen: False  # type: ignore[attr-defined]
+    module.dequantize_k_cache_paged_dsv4 = gather  # type: ignore[attr-defined]
+    module.get_platform = lambda: SimpleNamespace(is_sm120=False, is_sm100=False)  # type: ignore[attr-defined]
+    backend = kind()
+    q = torch.randn(ROWS, HEADS, 512, generator=generator).bfloat16()
+    key = torch.zeros(ROWS, 512).bfloat16()
+    for ratio in (0, 4):
+        found = []
+        for is_prefill in (False, True):
+            mode = SimpleNamespace(is_idle=lambda: False, is_extend_without_speculative=lambda value=is_prefill: value)
+            found.append(
+                backend._forward_attention(
+                    q, key, key, SimpleNamespace(layer_id=0, tp_q_head_num=HEADS), SimpleNamespace(forward_mode=mode),
+                    compress_ratio=ratio, save_kv_cache=False, attn_sink=torch.zeros(HEADS),
+                )
+            )  # fmt: skip
+        torch.testing.assert_close(found[0], found[1], atol=0.01, rtol=0.02)
+        assert found[0].shape == (ROWS, HEADS, 512)
+        assert found[0].any()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's layers with the plug-in's parts over them, on the CPU: classes and metadata as seams.py has them.
+
+Prefill over gathered rows and over pages, and decode, agree on rows that are the same; what the parts store is what the
+ops store one by one; and what they do not serve goes to the engine.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels import compress_norm_rope_store, save_partial_states
+from cute_kernels.plugins import PARTS, Plugin
+from cute_kernels.plugins import vllm as plugin
+from tests.helpers import bits, generator
+from tests.plugins import fake_vllm, seams
+from tests.plugins.fake_vllm import DECODES, HEADS, PREFIX, TOKENS, TOP_K, Step, draw, metadata
+
+ALL = frozenset(PARTS)
+RATIOS = [1, 4, 128]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(plugin, "PLUGIN", Plugin("vllm", plugin.PLUGIN.supported))
+    monkeypatch.setattr(Plugin, "version", lambda self: "0.33.0")
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Step]]:
+    """Everything inside is on a CPU, or on a GPU if there is one."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    with torch.device(request.param):
+        yield fake_vllm.make_modules(monkeypatch)
+
+
+def make_layer(ratio: int, parts: frozenset[str] = ALL) -> Any:
+    buffer = torch.full((fake_vllm.MAX_TOKENS, TOP_K), -1, dtype=torch.int32)
+    kind = plugin.attention_class(fake_vllm.Attention, parts)
+    return kind(SimpleNamespace(ratio=ratio), PREFIX, topk_indices_buffer=buffer)
+
+
+def test_methods_have_the_engines_arguments() -> None:
+    functions = {name: text for file in seams.SIGNATURES["vllm"].values() for name, text in file.items()}
+    mixins = {
+        "DeepseekV4Attention": [*plugin.ATTENTION.values(), plugin.NativeHeads, plugin.ChoosesIndexer],
+        "DeepseekV4FlashMLAAttention": [*plugin.ATTENTION.values(), plugin.Announcement],
+        "DeepseekV4Indexer": [*plugin.INDEXER.values()],
+        "DeepseekCompressor": [plugin.Compressor],
+        "SparseAttnIndexer": [plugin.Scores],
+    }
+    seen = set()
+    for qualified, expected in functions.items():
+        owner, _, name = qualified.rpartition(".")
+        for mixin in mixins.get(owner, []):
+            if name in vars(mixin) and name != "__init__":
+                function = getattr(vars(mixin)[name], "__func__", vars(mixin)[name])
+                assert ", ".join(inspect.signature(function).parameters) == expected, (mixin, name)
+                seen.add((mixin, name))
+    overrides = {
+        (mixin, name)
+        for found in mixins.values()
+        for mixin in found
+        for name, value in vars(mixin).items()
+        if callable(getattr(value, "__func__", value)) and any(key.endswith(f".{name}") for key in functions)
+    }
+    assert seen == {(mixin, name) for mixin, name in overrides if name != "__init__"}
+    assert len(seen) > 12
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_both_forms_of_prefill_and_decode_agree(ratio: int, step: type[Step], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, g = make_layer(ratio), generator(ratio)
+    assert (layer.padded_heads, layer.attn_sink.shape[0]) == (HEADS, HEADS)
+    positions = torch.arange(TOKENS)
+    step.metadata = metadata(layer, decodes=False)
+    q = layer._fused_qnorm_rope_kv_insert(
+        draw(g, TOKENS, HEADS, 512).bfloat16(),
+        draw(g, TOKENS, 512).bfloat16(),
+        positions,
+        step.metadata,
+    )
+    if layer.compressor is not None:
+        kv_score = draw(g, TOKENS, layer.compressor.state_cache.kv_cache.shape[2])
+        layer.compressor(kv_score, positions, layer.rotary_emb)
+    if ratio == 4:
+        chosen = draw(g, TOKENS, TOP_K).abs().clamp(max=0.99) * ((positions + 1) // 4)[:, None]
+        layer.topk_indices_buffer[:TOKENS] = torch.where(chosen < ((positions + 1) // 4)[:, None], chosen.int(), -1)
+
+    gathered, paged = torch.full((2, TOKENS, HEADS, 512), torch.nan, dtype=torch.bfloat16)
+    layer.forward_mqa(q, None, positions, gathered)
+    monkeypatch.setattr(plugin.Prefill, "_reads_pages", lambda self, q, swa_metadata: True)
+    layer.forward_mqa(q, None, positions, paged)
+    torch.testing.assert_close(gathered, paged, atol=0.01, rtol=0.02)
+
+    last = slice(TOKENS - DECODES, TOKENS)
+    layer.topk_indices_buffer[:DECODES] = layer.topk_indices_buffer[last].clone()
+    step.metadata = metadata(layer, decodes=True)
+    decoded = torch.full((DECODES, HEADS, 512), torch.nan, dtype=torch.bfloat16)
+    layer.forward_mqa(q[last], None, positions[last], decoded)
+    torch.testing.assert_close(decoded, paged[last], atol=0.01, rtol=0.02)
+
+    if q.is_cuda:
+        graph, again = torch.cuda.CUDAGraph(), torch.full_like(decoded, torch.nan)
+        with torch.cuda.graph(graph):
+            layer.forward_mqa(q[last], None, positions[last], again)
+        graph.replay()
+        assert torch.equal(bits(again), bits(decoded))
+
+
+def test_a_dummy_run_reserves_what_steps_take(step: type[Step], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "sparse_mla_decode_workspace_size", lambda *a, **k: 4096)
+    layer = make_layer(128)
+    out = torch.full((4, HEADS, 512), torch.nan, dtype=torch.bfloat16)
+    layer.forward_mqa(out, None, None, out)
+    assert step.reserved == 4096
+    assert not out.any()
+    layer.compressor(None, None, None)
+    queries = torch.ones(1)
+    assert layer._fused_qnorm_rope_kv_insert(queries, None, None, None) == "the engine's insert"
+
+
+@pytest.mark.parametrize(("ratio", "whole"), [(4, True), (128, True), (128, False)])
+def test_a_compressor_stores_what_two_ops_store(ratio: int, whole: bool, step: type[Step]) -> None:
+    """The layer's and the indexer's. No entry of ratio 128 is closed where the metadata says that none can be."""
+    layer = make_layer(ratio)
+    step.metadata = metadata(layer, decodes=False)
+    compressors = [layer.compressor] if ratio == 128 else [layer.compressor, layer.indexer.compressor]
+    for compressor in compressors:
+        state = step.metadata[compressor.state_cache.prefix]
+        state.c128_boundary = whole
+        of_cache, cache = step.metadata[compressor.k_cache_prefix], compressor._static_forward_context
+        kv_cache = cache[compressor.k_cache_prefix].kv_cache
+        states, entries = torch.zeros_like(compressor.state_cache.kv_cache), torch.zeros_like(kv_cache)
+        positions, width = torch.arange(TOKENS), states.shape[2] // 2
+        kv_score = draw(generator(1), TOKENS, 2 * width)
+        compressor(kv_score, positions, layer.rotary_emb)
+
+        rows = states.shape[1]
+        save_partial_states(
+            *kv_score.split(width, 1), compressor.ape, positions, states, state.slot_mapping, rows, width, ratio
+        )
+        large = compressor.head_dim == 512
+        block, stride, scale = (64, 576, 8) if large else (128, 128, 4)
+        if whole:
+            compress_norm_rope_store(
+                states, TOKENS, state.token_to_req_indices, positions, state.slot_mapping, state.block_table, rows,
+                width, layer.rotary_emb.cos_sin_cache, entries, of_cache, None, compressor.head_dim, 64, ratio,
+                ratio == 4, False, compressor.norm.weight.data, 1e-6, block, stride, scale,
+            )  # fmt: skip
+        assert torch.equal(bits(compressor.state_cache.kv_cache), bits(states))
+        assert torch.equal(bits(kv_cache), bits(entries))
+        assert bool(entries.any()) == whole
+
+
+def test_the_indexers_prefill_and_decode_agree(step: type[Step]) -> None:
+    layer, g = make_layer(4), generator(2)
+    indexer, positions = layer.indexer, torch.arange(TOKENS)
+    step.metadata = metadata(layer, decodes=False)
+    indexer.compressor(draw(g, TOKENS, 512), positions, layer.rotary_emb)
+    raw = draw(g, TOKENS, 64, 128).bfloat16()
+    q, weights = indexer._q_rope_quant(positions, raw, layer.rotary_emb, draw(g, TOKENS, 64).bfloat16())
+    buffer = layer.topk_indices_buffer
+    assert indexer.indexer_op.forward_cuda(raw, q, None, weights) is buffer
+    picks = buffer[:TOKENS].clone()
+    entries = (positions + 1) // 4
+    assert torch.equal((picks >= 0).sum(1), entries.clamp(max=TOP_K))
+    assert (picks < entries[:, None]).all()
+
+    last = slice(TOKENS - DECODES, TOKENS)
+    step.metadata = metadata(layer, decodes=True)
+    indexer.indexer_op.forward_native(raw[last], q[last], None, weights[last])
+    for row, expected in zip(buffer[:DECODES], picks[last], strict=True):
+        assert int(torch.isin(row, expected).sum()) >= TOP_K - row.is_cuda  # of scores that are nearly the same, one
+
+
+def test_prefill_rows_that_ranks_share(step: type[Step], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank scores its own rows, and the engine's exchange brings the others."""
+    layer, g = make_layer(4), generator(2)
+    step.metadata = metadata(layer, decodes=False)
+    exchanged = []
+
+    class PrefillRowShard:
+        @classmethod
+        def from_metadata(cls, prefill: Any, num_decode_tokens: int) -> PrefillRowShard:
+            assert (prefill.row_shard_sizes, num_decode_tokens) == ([100, 50], 0)
+            return cls()
+
+        def narrow(self, chunk: Any) -> Any:
+            return 100, TOKENS, chunk.cu_seqlen_ks[100:], chunk.cu_seqlen_ke[100:]
+
+        def exchange_topk(self, topk_buffer: torch.Tensor, width: int) -> None:
+            exchanged.append((topk_buffer, width))
+
+    names = seams.INDEXER_OP.removesuffix(".py").split("/")
+    for count in range(2, len(names) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(names[:count]), ModuleType(names[count - 1]))
+    sys.modules[".".join(names)].PrefillRowShard = PrefillRowShard  # type: ignore[attr-defined]
+    indexer, buffer = layer.indexer, layer.topk_indices_buffer
+    indexer.compressor(draw(g, TOKENS, 512), torch.arange(TOKENS), layer.rotary_emb)
+    q = draw(g, TOKENS, 64, 128).to(torch.float8_e4m3fn)
+    weights = draw(g, TOKENS, 64)
+    indexer.indexer_op.forward_cuda(q, q, None, weights)
+    whole = buffer[:TOKENS].clone()
+    assert exchanged == []
+    step.metadata[indexer.k_cache.prefix].prefill.row_shard_sizes = [100, 50]
+    indexer.indexer_op.forward_cuda(q, q, None, weights)
+    assert torch.equal(buffer[100:TOKENS], whole[100:])
+    assert (buffer[:100] == -1).all()
+    ((given, width),) = exchanged
+    assert given is buffer
+    assert width == TOP_K
+
+
+def test_norm_and_output(step: type[Step]) -> None:
+    layer, g = make_layer(1), generator(3)
+    qr, scale, kv = layer._split_qkv_and_norm(draw(g, 5, 256 + 512).bfloat16())
+    assert (qr.shape, scale, kv.shape) == ((5, 256), None, (5, 512))
+    o = draw(g, 5, HEADS, 512).bfloat16()
+    weight = draw(g, 1, 128, HEADS * 512)
+    layer.wo_b = lambda z: z
+    layer.wo_a = SimpleNamespace(weight=weight.bfloat16())
+    assert layer._o_proj(o, torch.zeros(5).long()) == "the engine's projection"
+    scales = torch.full((1, 1, HEADS * 4), 0.5)
+    layer.wo_a = SimpleNamespace(weight=(weight / 0.5).to(torch.float8_e4m3fn), weight_scale_inv=scales)
+    expected = o.flatten(1).float() @ weight[0].T
+    got = layer._o_proj(o, torch.zeros(5).long()).float()
+    assert ((got - expected).norm() / expected.norm()) < 0.1
+
+
+def test_what_is_not_served_is_the_engines(step: type[Step], caplog: pytest.LogCaptureFixture) -> None:
+    layer = make_layer(4)
+    op, indexer = layer.indexer.indexer_op, layer.indexer
+    step.metadata = metadata(layer, decodes=True)
+    of_layer = step.metadata[indexer.k_cache.prefix]
+    q = torch.zeros(DECODES, 64, 128)
+    for owner, field, value in (
+        (op, "use_pcp", True),
+        (op, "candidate_blocks", q),
+        (op, "dense_mha_metadata_layer_name", "a layer"),
+        (op, "use_fp4_cache", True),
+        (of_layer.decode, "requires_padding", True),
+        (of_layer.decode, "indices", q),
+    ):
+        before = getattr(owner, field)
+        setattr(owner, field, value)
+        assert op.forward_cuda(q, q, None, None) == "the engine's indexer", field
+        setattr(owner, field, before)
+    indexer.use_fp4_kv = True
+    assert indexer._q_rope_quant(None, None, None, None) == "the engine's queries"
+    indexer.compressor.use_fp4_cache = True
+    with pytest.raises(AssertionError, match="the engine's compressor"):
+        indexer.compressor(q, None, None)
+    step.metadata = metadata(layer, decodes=False)
+    step.metadata[layer.swa_cache_layer.prefix].prefill_left_visible = q
+    with pytest.raises((AssertionError, TypeError)):
+        layer.forward_mqa(q, None, q, q)
+    reasons = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(reasons) == len(set(reasons)) >= 6
+
+
+def test_heads_are_padded_unless_all_of_attention_is_replaced(step: type[Step]) -> None:
+    layer = make_layer(1, frozenset({"decode", "insert"}))
+    assert layer.padded_heads == 64
+    step.metadata = metadata(layer, decodes=False)
+    assert layer._fused_qnorm_rope_kv_insert(None, None, None, step.metadata) == "the engine's insert"
+    assert layer._split_qkv_and_norm(torch.zeros(1)) == "the engine's norm"
+    assert make_layer(128, frozenset({"decode", "prefill", "insert"})).padded_heads == HEADS
+    for parts, kinds in (
+        ({"indexer"}, ("Compressor", "CuteKernelsIndexerOp")),
+        ({"compressor"}, ("CuteKernelsCompressor", "IndexerOp")),
+    ):
+        indexer = make_layer(4, frozenset(parts)).indexer
+        assert (type(indexer.compressor).__name__, type(indexer.indexer_op).__name__) == kinds
+
+
+def config(**parallel: int) -> Any:
+    found = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, **parallel}
+    sizes = SimpleNamespace(head_dim=512, qk_rope_head_dim=64)
+    return SimpleNamespace(model_config=SimpleNamespace(hf_config=sizes), parallel_config=SimpleNamespace(**found))
+
+
+def test_the_model_gets_the_class(monkeypatch: pytest.MonkeyPatch, step: type[Step]) -> None:
+    """The selector is replaced when somebody imports the model, once."""
+    model = ModuleType(plugin.MODEL)
+    other = type("Other", (), {})
+    chosen = [fake_vllm.Attention]
+    vars(model).update({plugin.BASE: fake_vllm.Attention, plugin.SELECTOR: lambda vllm_config: chosen[0]})
+    monkeypatch.setitem(sys.modules, plugin.MODEL, model)
+    monkeypatch.setenv("CUTE_KERNELS_PLUGIN", "all")
+    plugin.register()
+    selector = getattr(model, plugin.SELECTOR)
+    plugin.register()
+    assert getattr(model, plugin.SELECTOR) is selector
+    kind = selector(config())
+    assert issubclass(kind, fake_vllm.Attention)
+    assert kind is selector(config())
+    assert kind.get_padded_num_q_heads(16) == 16
+    assert selector(config(decode_context_parallel_size=2)) is fake_vllm.Attention
+    chosen[0] = other
+    assert selector(config()) is other
+
+
+def test_the_first_step_is_announced(step: type[Step], caplog: pytest.LogCaptureFixture) -> None:
+    layer = make_layer(1, frozenset({"norm"}))
+    step.metadata = {layer.swa_cache_layer.prefix: SimpleNamespace(num_decode_tokens=0, num_prefills=0, num_decodes=0)}
+    with caplog.at_level(logging.INFO, "vllm.cute_kernels"):
+        for _ in range(2):
+            layer.forward_mqa(torch.zeros(1, 64, 512), None, None, None)
+    expected = "cute_kernels: in use in vllm 0.33.0: DeepseekV4CuteKernelsAttention with norm; 64 heads for 2"
+    assert [record.getMessage() for record in caplog.records] == [expected]
