@@ -510,6 +510,9 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             return False
         if m.num_prefill_tokens > BOUND_PREFILL_MAX_TOKENS:
             return False
+        # collectives are no launches that could be kept
+        if self.indexer is not None and self.indexer.indexer_op.shards(hidden_states.device, m):
+            return False
         return BoundSteps.apply(hidden_states)
 
     def _weight_addresses(self) -> tuple[int, ...]:

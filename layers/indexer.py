@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from cute_kernels.indexer.ops import (
 )
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.checks import Checker
-from cute_kernels.runtime.compile import call
 
 from .caches import KV_BLOCK_SIZE, CompressorStateCache, DeepseekV4IndexerCache
 from .compressor import DeepseekCompressor
@@ -54,14 +52,6 @@ def _rows(q: Quantized, rows: slice, shape: tuple[int, ...] | None = None, own: 
         return tuple(_rows(part, rows, shape, own) for part in q)
     part = q[rows]
     return part if shape is None else part.unflatten(0, shape)[own]
-
-
-def _run(body: Callable[[torch.Tensor, torch.Tensor], None], first: torch.Tensor, second: torch.Tensor) -> None:
-    """`body(first, second)`, on a GPU as a launch that a bound step repeats."""
-    if first.is_cuda and not torch.compiler.is_compiling():
-        call(body, first.get_device(), first, second)
-    else:
-        body(first, second)
 
 
 def _deal(parts: torch.Tensor, out: torch.Tensor) -> None:
@@ -181,12 +171,12 @@ class SparseAttnIndexer(nn.Module):
             self._decode(q, weights, cache, m, m.visible[:decodes], own[:mine], translation, slice(rank, None, size))
         if m.num_prefill_tokens:
             self._prefill(q, weights, cache, m, own[decode_places * next_n :], rank, size)
-        _run(self.tp.communicator.all_gather, gathered, own)
+        self.tp.communicator.all_gather(gathered, own)
         if decodes:
             by_request = gathered[:, : decode_places * next_n].unflatten(1, (decode_places, next_n))
-            _run(_deal, by_request, out[:decodes].unflatten(0, (requests, next_n)))
+            _deal(by_request, out[:decodes].unflatten(0, (requests, next_n)))
         if prefill_places:
-            _run(_deal, gathered[:, decode_places * next_n :], out[decodes:])
+            _deal(gathered[:, decode_places * next_n :], out[decodes:])
 
     def _decode(
         self,

@@ -34,9 +34,10 @@ def pool() -> Iterator[RankPool]:
 
 
 def _layer(
-    communicator: Communicator, ratio: int, indexer: str, size: int
+    communicator: Communicator, ratio: int, indexer: str, size: int, partial_dtype: torch.dtype = torch.bfloat16
 ) -> DeepseekV4MultiHeadLatentAttentionWrapper:
-    tp = TensorParallel(group=communicator, indexer=indexer) if size > 1 else TensorParallel()
+    parallel = TensorParallel(group=communicator, indexer=indexer, partial_dtype=partial_dtype)
+    tp = parallel if size > 1 else TensorParallel()
     device = str(communicator.device)
     layer = make_layer(ratio, config=replace(CONFIG, o_groups=8), tp=tp, device=device)
     hidden = torch.zeros(4, layer.config.hidden_size, dtype=torch.bfloat16, device=device)
@@ -44,24 +45,10 @@ def _layer(
     return layer
 
 
-def _steps(communicator: Communicator, ratio: int, indexer: str, size: int) -> dict[str, Any]:
-    return ragged_steps(_layer(communicator, ratio, indexer, size), 3)
-
-
-def _bound_steps(communicator: Communicator, indexer: str) -> tuple[int, set[str], bool]:
-    """Kept decode steps, what kept others from being so, and whether they gave the bits of steps that are not kept."""
-    outputs = []
-    for bind in (False, True):
-        layer = _layer(communicator, 4, indexer, 2)
-        layer.options.bind_steps = bind
-        engine, requests = Engine(layer, seed=3), [Request() for _ in range(3)]
-        engine.step([], [(request, hidden_rows(200, seed=n)) for n, request in enumerate(requests)])
-        steps = []
-        for step in range(4):
-            hidden = hidden_rows(3, seed=20 + step)
-            steps.append(torch.cat(engine.step([(r, hidden[n : n + 1]) for n, r in enumerate(requests)])))
-        outputs.append(torch.cat(steps))
-    return len(layer._bound), layer._bound.foreign, torch.equal(outputs[0], outputs[1])
+def _steps(
+    communicator: Communicator, ratio: int, indexer: str, size: int, partial_dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
+    return ragged_steps(_layer(communicator, ratio, indexer, size, partial_dtype), 3)
 
 
 def _replays(communicator: Communicator, ratio: int, indexer: str) -> tuple[int, torch.Tensor, torch.Tensor]:
@@ -122,14 +109,15 @@ def test_two_gpus_give_what_one_gives(pool: RankPool, ratio: int) -> None:
             assert all(torch.equal(a, b) for a, b in zip(divided[name], first[name], strict=True)), name
 
 
+def test_fp32_partial_outputs(pool: RankPool) -> None:
+    alone = pool.run(2, _steps, 1, "replicated", 1)[0]
+    first, _ = pool.run(2, _steps, 1, "replicated", 2, torch.float32)
+    for ours, whole in zip(first["outputs"], alone["outputs"], strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert relative(ours, whole) < TOLERANCE
+
+
 @pytest.mark.parametrize(("ratio", "indexer"), [(1, "replicated"), (128, "replicated"), (4, "replicated"), (4, "rows")])
 def test_a_step_in_a_graph(pool: RankPool, ratio: int, indexer: str) -> None:
     for same, _, _ in pool.run(2, _replays, ratio, indexer):
         assert same == REPLAYS
-
-
-def test_steps_are_bound_with_their_collectives(pool: RankPool) -> None:
-    for kept, foreign, same in pool.run(2, _bound_steps, "rows"):
-        assert same
-        assert kept > 0
-        assert not foreign

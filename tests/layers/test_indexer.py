@@ -66,13 +66,13 @@ def test_prefill_requests_are_scored_in_chunks_of_entries(
         found: list[torch.Tensor] = []
         op.register_forward_hook(lambda module, given, result: found.append(result.clone()))
         sizes: list[int] = []
-        prefill = op._prefill
+        prefill = op._prefill_chunk
 
         def counted(*args: Any) -> None:
             sizes.append(args[-2] - args[-3])
             prefill(*args)
 
-        monkeypatch.setattr(op, "_prefill", counted)
+        monkeypatch.setattr(op, "_prefill_chunk", counted)
         rows = [420, 320, 200]
         Engine(layer, seed=1).step([], [(Request(), hidden_rows(n, seed=n)) for n in rows])
         return sizes, found[0]

@@ -69,7 +69,7 @@ def assert_as_one(results: list[dict[str, Any]], whole: dict[str, Any]) -> None:
 
 
 def test_processes_give_what_one_gives(pool: RankPool) -> None:
-    options = {"config": WIDE, "index_cache": "mxfp4"}
+    options: dict[str, Any] = {"config": WIDE, "index_cache": "mxfp4"}
     parallel = {**options, "tp_indexer": "rows", "tp_check_steps": True}
     results = pool.run(2, parallel_layer, 4, 3, parallel)
     assert_as_one(results, ragged_steps(make_layer(4, **options), 3))
@@ -83,7 +83,7 @@ def test_processes_give_what_one_gives(pool: RankPool) -> None:
 def test_every_kind_and_format(four: RankPool, size: int, ratio: int, index_cache: str, kv_cache: str) -> None:
     if ratio != 4 and index_cache != "fp8":
         pytest.skip("has no indexer")
-    options = {"config": WIDE, "index_cache": index_cache, "kv_cache": kv_cache}
+    options: dict[str, Any] = {"config": WIDE, "index_cache": index_cache, "kv_cache": kv_cache}
     whole = ragged_steps(make_layer(ratio, **options), 5)
     for form in ("replicated", "rows")[: 1 + (ratio == 4)]:
         assert_as_one(four.run(size, parallel_layer, ratio, 5, {**options, "tp_indexer": form}), whole)

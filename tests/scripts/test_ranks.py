@@ -19,14 +19,14 @@ from tests.scripts.runs import SCRIPT, run_script, status
 SHORT = ("--layer", 2, "--prefill", 70, "--batch", 2, "--decode", 2)
 
 
-def test_two_processes(tmp_path: Path) -> None:
+def test_two_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The layer with an indexer, whose rows they divide."""
     path = tmp_path / "report.json"
-    done = run_script("--tp", 2, "--tp-indexer", "rows", *SHORT, "--json", path, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert "FAIL" not in done.stdout
-    assert done.stdout.count("PASS 2 ranks = one process") == 1
+    assert status("--tp", 2, "--tp-indexer", "rows", *SHORT, "--json", path) == 0
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    assert "FAIL" not in printed.out
+    assert printed.out.count("PASS 2 ranks = one process") == 1
     (layer,) = json.loads(path.read_text())["layers"]
     names = {check["name"] for check in layer["checks"] if check["passed"]}
     assert {"all ranks hold the same bytes", "caches hold the bytes of one process"} <= names
