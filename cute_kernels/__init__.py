@@ -14,6 +14,7 @@ from cute_kernels.indexer.ops import (
     all_visible_entries,
     cp_gather_indexer_k_quant_cache,
     fused_indexer_q_rope_quant,
+    merge_top_k_keys,
     mqa_logits,
     paged_mqa_logits,
     score_top_k_decode,
@@ -36,7 +37,9 @@ from cute_kernels.kv_cache.ops import (
     fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert,
     fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert,
     fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert,
+    pack_records,
     quantize_and_insert_k_cache,
+    unpack_records,
 )
 from cute_kernels.norm.ops import (
     fused_mtp_input_rmsnorm,
@@ -87,10 +90,12 @@ __all__ = [
     "fused_qkv_insert_compress_index",
     "get_compressed_slot_mapping",
     "merge_attention_states",
+    "merge_top_k_keys",
     "mqa_logits",
     "mtp_shared_head_rmsnorm",
     "output_scale_shape",
     "pack_block_scales",
+    "pack_records",
     "paged_mqa_logits",
     "quantize_and_insert_k_cache",
     "save_partial_states",
@@ -104,5 +109,6 @@ __all__ = [
     "sparse_mla_prefill_paged",
     "top_k_per_row_decode",
     "top_k_per_row_prefill",
+    "unpack_records",
     "warmup",
 ]

@@ -30,6 +30,15 @@ def entries_to_slots(
     return slot.where(known & (page >= 0), torch.full_like(slot, -1))
 
 
+def own_entries(entries: torch.Tensor, entries_per_page: int, ranks: int, rank: int) -> torch.Tensor:
+    """int64 numbers that a rank of a context group has for a request's entries in its own pages, -1 for entries that
+    are other ranks': page P of a request is page P // ranks of rank P % ranks."""
+    entries = entries.long()
+    page = torch.div(entries, entries_per_page, rounding_mode="floor")
+    own = torch.div(page, ranks, rounding_mode="floor") * entries_per_page + entries % entries_per_page
+    return own.where((entries >= 0) & (page % ranks == rank), torch.full_like(own, -1))
+
+
 def to_index(slots: torch.Tensor) -> torch.Tensor:
     """int32 form of int64 slots for an index tensor; negative slots and those beyond int32 become -1."""
     named = (slots >= 0) & (slots <= torch.iinfo(torch.int32).max)

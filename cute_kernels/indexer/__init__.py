@@ -17,4 +17,5 @@ query.py               queries rotated and quantized
 gather.py              keys gathered from pages
 topk.py                picks; topk_held.py: of rows that registers hold; topk_select.py: which kernel picks, and how its
                        ops launch it
+merge_keys.py          kernel: the best keys of several ranks
 """
