@@ -18,7 +18,7 @@ from tests.model.launch import divisor, pack, run_grid
 from tests.model.memory import GlobalMemory
 from tests.model.ptx import parse
 
-PAGE_ROWS, PAGES = 48, 40
+PAGE_ROWS, PAGES = 48, 50
 
 
 def keys_of(kind: str, parts: int, rows: int, k: int) -> torch.Tensor:
