@@ -49,7 +49,7 @@ def keys_of(kind: str, parts: int, rows: int, k: int) -> torch.Tensor:
     ],
 )
 def test_as_the_reference(key: MergeKeysKey, parts: int, k: int, kind: str) -> None:
-    rows, ranks, rank = 2, 3, 1
+    rows, ranks, rank = 2 if k < 512 else 1, 3, 1
     keys = keys_of(kind, parts, rows, k)
     table = torch.randint(-1, 2**31 // PAGE_ROWS, (1, PAGES * parts // ranks), dtype=torch.int32)
     program, memory = parse(compile_report(key).ptx), GlobalMemory(1 << 22)
