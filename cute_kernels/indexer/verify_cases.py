@@ -211,33 +211,34 @@ def top_k_decode() -> Iterator[Example]:
 
 
 _MERGED = (
-    (1, 3, 512, 0),
-    (2, 4, 512, 64),
-    (8, 6, 512, 64),
-    (16, 4, 512, 0),
-    (64, 4, 512, 64),
-    (8, 2, 1024, 48),
-    (3, 2, 1024, 64),
-    (17, 2, 1024, 0),
-    (9, 2, 2048, 64),
-    (5, 4, 7, 3),
-    (3, 2, 1, 64),
+    (1, 3, 512, 0, "scores"),
+    (2, 4, 512, 64, "levels"),
+    (8, 6, 512, 64, "scores"),
+    (8, 6, 512, 0, "bits"),
+    (16, 4, 512, 0, "levels"),
+    (64, 2, 512, 64, "bits"),
+    (8, 2, 1024, 48, "scores"),
+    (3, 2, 1024, 64, "bits"),
+    (17, 2, 1024, 0, "levels"),
+    (9, 2, 2048, 64, "bits"),
+    (5, 4, 7, 3, "scores"),
+    (5, 4, 7, 0, "levels"),
+    (3, 2, 1, 64, "bits"),
 )
-"""(parts, rows, k, rows of a page)"""
+"""(parts, rows, k, rows of a page or 0: no slots, kind of scores)"""
 
 
 def merge_keys() -> Iterator[Example]:
     """merge_top_k_keys(keys, out, block_table, rows_per_page, ranks, rank, out_slots, out_lens)"""
-    for parts, rows, k, page_rows in _MERGED:
-        for kind in ("scores", "levels", "bits"):
-            keys = _merged_keys(parts, rows, k, kind)
-            out = _out(rows, k)[:rows, 1:-2]
-            name = f"{parts} parts of {k} keys, {rows} rows, {kind}"
-            yield Example(name, (keys, out, None, 0, 1, 0, None, None))
-            if page_rows:
-                table = _table(2, 4 * parts * k // parts, page_rows)
-                own = table, page_rows, parts, parts // 2, _out(rows, k)[:rows, 1:-2], _out(0, rows)[0, 1:-2]
-                yield Example(f"{name}, slots in pages of {page_rows}", (keys, out if k < 9 else None, *own))
+    for parts, rows, k, page_rows, kind in _MERGED:
+        keys, name = _merged_keys(parts, rows, k, kind), f"{parts} parts of {k} keys, {rows} rows, {kind}"
+        out = _out(rows, k)[:rows, 1:-2]
+        local: tuple[Any, ...] = None, 0, 1, 0, None, None
+        if page_rows:
+            table, slots, lens = _table(2, 4 * k, page_rows), _out(rows, k)[:rows, 1:-2], _out(0, rows)[0, 1:-2]
+            local = table, page_rows, parts, parts // 2, slots, lens
+            name += f", slots in pages of {page_rows}"
+        yield Example(name, (keys, None if parts == 8 and page_rows else out, *local))
 
 
 def _merged_keys(parts: int, rows: int, k: int, kind: str) -> torch.Tensor:

@@ -45,9 +45,10 @@ def test_merged_keys_of_any_number(k: int, kind: str) -> None:
         want = merge_top_k_keys(keys.cpu())
         assert torch.equal(merge_top_k_keys(keys).cpu(), want), (parts, rows)
         table = torch.randperm(rows * 300, device="cuda").view(rows, 300).int()
-        local = {"rows_per_page": 8, "ranks": parts, "rank": parts - 1}
-        got = merge_top_k_keys(keys, block_table=table, **local)
-        right = merge_top_k_keys(keys.cpu(), block_table=table.cpu(), **local)
+        got, right = (
+            merge_top_k_keys(keys_, block_table=table_, rows_per_page=8, ranks=parts, rank=parts - 1)
+            for keys_, table_ in ((keys, table), (keys.cpu(), table.cpu()))
+        )
         assert all(torch.equal(a.cpu(), b) for a, b in zip(got, right, strict=True)), (parts, rows)
 
 
