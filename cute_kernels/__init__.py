@@ -20,6 +20,7 @@ from cute_kernels.indexer.ops import (
     score_top_k_decode,
     score_top_k_prefill,
     score_top_k_workspace_size,
+    top_k_keys,
     top_k_per_row_decode,
     top_k_per_row_prefill,
 )
@@ -107,6 +108,7 @@ __all__ = [
     "sparse_mla_mixed",
     "sparse_mla_prefill",
     "sparse_mla_prefill_paged",
+    "top_k_keys",
     "top_k_per_row_decode",
     "top_k_per_row_prefill",
     "unpack_records",

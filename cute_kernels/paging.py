@@ -105,6 +105,15 @@ def _check_rank(function: str, ranks: int, rank: int) -> None:
         raise ValueError(f"{function}: rank: expected one of the context group's {ranks}, got {rank}")
 
 
+def whole_entries(numbers: torch.Tensor, entries_per_page: int, ranks: int, rank: int) -> torch.Tensor:
+    """int64 entries of a request that a rank of a context group has these numbers for, the inverse of `own_entries`;
+    -1 for negative ones."""
+    numbers = numbers.long()
+    page = torch.div(numbers, entries_per_page, rounding_mode="floor")
+    entries = (page * ranks + rank) * entries_per_page + numbers % entries_per_page
+    return entries.where(numbers >= 0, torch.full_like(entries, -1))
+
+
 def own_entries(entries: torch.Tensor, entries_per_page: int, ranks: int, rank: int) -> torch.Tensor:
     """int64 numbers that a rank of a context group has for a request's entries in its own pages, -1 for entries that
     are other ranks'."""

@@ -64,6 +64,7 @@ KERNEL_ARCHS = {
     "sparse_mla_mixed": ARCHS,
     "sparse_mla_prefill": ARCHS,
     "sparse_mla_prefill_paged": ARCHS,
+    "top_k_keys": ARCHS,
     "top_k_per_row_decode": ARCHS,
     "top_k_per_row_prefill": ARCHS,
     "unpack_records": ARCHS,

@@ -78,6 +78,7 @@ MODULES = {
     "sparse_mla_mixed": "perf.mixed",
     "sparse_mla_prefill": "perf.prefill",
     "sparse_mla_prefill_paged": "perf.paged",
+    "top_k_keys": "perf.context",
     "top_k_per_row_decode": "perf.topk",
     "top_k_per_row_prefill": "perf.topk",
     "unpack_records": "perf.context",

@@ -11,11 +11,11 @@ import torch
 
 from cute_kernels.formats import FP8_DS_MLA, INDEXER_FP8, RECORD_FORMATS, compressor_state
 from cute_kernels.indexer import ops as _indexer  # noqa: F401
-from cute_kernels.indexer.reference import top_k_keys
+from cute_kernels.indexer.reference import score_keys
 from cute_kernels.kv_cache import ops as _kv_cache  # noqa: F401
 from cute_kernels.paging import entries_to_slots, own_entries, to_index
 from perf.bench import Arguments, Bench, Case, Run
-from perf.grid import draw, mark
+from perf.grid import draw, draw_rows, mark
 
 PAGE_ROWS = 64
 BATCHES, PARTS, PICKS = (1, 8, 64, 256), (2, 8, 64), (512, 1024)
@@ -44,7 +44,7 @@ def _make_keys(parts: int, rows: int, k: int, is_local: bool, seed: int) -> Argu
     own = torch.arange(k, device="cuda") * each + spread
     pages = own // PAGE_ROWS * parts + torch.arange(parts, device="cuda")[:, None, None]
     scores = 2.5 + torch.empty(parts, rows, k, device="cuda").exponential_(4, generator=g)
-    keys = top_k_keys(scores, pages * PAGE_ROWS + own % PAGE_ROWS)
+    keys = score_keys(scores, pages * PAGE_ROWS + own % PAGE_ROWS)
     out = torch.empty(rows, k, dtype=torch.int32, device="cuda")
     if not is_local:
         return keys, out, None, 0, 1, 0, None, None
@@ -52,6 +52,18 @@ def _make_keys(parts: int, rows: int, k: int, is_local: bool, seed: int) -> Argu
     table = torch.randperm(rows * width, device="cuda").view(rows, width).int()
     lens = torch.empty(rows, dtype=torch.int32, device="cuda")
     return keys, None, table, PAGE_ROWS, parts, parts // 2, out, lens
+
+
+def _make_picks(rows: int, k: int, seed: int) -> Arguments:
+    """Of a rank of eight."""
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    scores = torch.randn(rows, CONTEXT // 8, device="cuda", generator=g)
+    picks = torch.randint(0, CONTEXT // 8, (rows, k), device="cuda", generator=g).sort(dim=1).values.int()
+    return scores, picks, PAGE_ROWS, 8, 3, torch.empty(rows, k, dtype=torch.int64, device="cuda")
+
+
+def _key_case(rows: int, k: int) -> Case:
+    return Case(f"{rows}x{k}", rows, partial(_make_picks, rows, k), {"k": k})
 
 
 def _merge_case(rows: int, parts: int, k: int, is_local: bool = False) -> Case:
@@ -142,6 +154,12 @@ BENCHES = (
         between=_between(),
         peers=PEERS,
         variants=_merge_variants,
+    ),
+    Bench(
+        op="top_k_keys",
+        cases=tuple(_key_case(rows, k) for rows in BATCHES for k in PICKS),
+        quick=(1, 64),
+        between=mark(_key_case(rows, 512) for rows in draw_rows("top_k_keys", BATCHES, 2)),
     ),
     _record_bench("pack_records"),
     _record_bench("unpack_records"),

@@ -179,6 +179,17 @@ class AllVisibleCall(NamedTuple):
     slot_rows_per_page: int
 
 
+class KeysCall(NamedTuple):
+    """top_k_keys."""
+
+    scores: torch.Tensor
+    picks: torch.Tensor
+    entries_per_page: int
+    ranks: int
+    rank: int
+    out: torch.Tensor
+
+
 class MergeKeysCall(NamedTuple):
     """merge_top_k_keys."""
 

@@ -12,6 +12,7 @@ from cute_kernels.indexer import chunks, reference
 from cute_kernels.indexer.call import (
     AllVisibleCall,
     GatherCall,
+    KeysCall,
     LogitsCall,
     MergeKeysCall,
     PagedLogitsCall,
@@ -38,6 +39,7 @@ __all__ = [
     "score_top_k_decode",
     "score_top_k_prefill",
     "score_top_k_workspace_size",
+    "top_k_keys",
     "top_k_per_row_decode",
     "top_k_per_row_prefill",
 ]
@@ -783,6 +785,69 @@ def all_visible_entries(
 # ---- picks of several ranks
 
 
+def _check_keys(call: KeysCall) -> None:
+    c = Checker("top_k_keys")
+    c.tensor("scores", call.scores, torch.float32, ("rows", None))
+    c.tensor("picks", call.picks, torch.int32, ("rows", "k"))
+    limits = f"1 to {MOST_PAGE_ROWS}"
+    c.require(0 < call.entries_per_page <= MOST_PAGE_ROWS, "entries_per_page", limits, call.entries_per_page)
+    _check_rank(c, call.ranks, call.rank)
+    c.tensor("out", call.out, torch.int64, ("rows", "k"))
+
+
+def _check_rank(c: Checker, ranks: int, rank: int) -> None:
+    c.require(ranks > 0, "ranks", "a positive number", ranks)
+    c.require(0 <= rank < ranks, "rank", f"0 to ranks - 1 = {ranks - 1}", rank)
+
+
+def _cost_keys(call: KeysCall) -> Cost:
+    return Cost(bytes=nbytes(call.picks, call.out) + 4 * int((call.picks >= 0).sum()))
+
+
+def _keys_kernel() -> OpKernel[KeysCall]:
+    from cute_kernels.indexer.picked_keys import KERNEL
+
+    return KERNEL
+
+
+_keys = define_op(
+    "top_k_keys(Tensor scores, Tensor picks, SymInt entries_per_page, SymInt ranks, SymInt rank, Tensor(a!) out) -> ()",
+    KeysCall,
+    check=_check_keys,
+    reference=reference.top_k_keys,
+    kernel=_keys_kernel,
+    cost=_cost_keys,
+)
+
+
+def top_k_keys(
+    scores: torch.Tensor,
+    picks: torch.Tensor,
+    *,
+    entries_per_page: int = 1,
+    ranks: int = 1,
+    rank: int = 0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Keys of a rank's picks, which `merge_top_k_keys` compares with those of other ranks.
+
+    scores             fp32 [rows, columns], row-strided, of the rank's own entries
+    picks              int32 [rows, k], row-strided: columns, as `top_k_per_row_decode` writes them. One outside of the
+                       scores gives an empty key
+    entries_per_page   of the rank's pages: column x is entry (x // entries_per_page * ranks + rank) * entries_per_page
+                       + x % entries_per_page of the request. An entry beyond int32 gives an empty key
+    ranks, rank        of the context group
+    out                int64 [rows, k], row-strided; mutated. None: allocated
+
+    Returns out. Raises ValueError or TypeError on arguments that do not fit.
+    """
+    if out is None:
+        Checker("top_k_keys").tensor("picks", picks, torch.int32, ("rows", "k"))
+        out = torch.empty(picks.shape, dtype=torch.int64, device=picks.device)
+    _keys(KeysCall(scores, picks, entries_per_page, ranks, rank, out))
+    return out
+
+
 def _check_merge_keys(call: MergeKeysCall) -> None:
     c = Checker("merge_top_k_keys")
     c.tensor("keys", call.keys, torch.int64, (None, None, None))
@@ -799,8 +864,7 @@ def _check_merge_keys(call: MergeKeysCall) -> None:
     c.require(divides, "block_table", f"a number of requests that divides {rows} rows", f"{requests}")
     limits = f"1 to {MOST_PAGE_ROWS} with block_table"
     c.require(0 < call.rows_per_page <= MOST_PAGE_ROWS, "rows_per_page", limits, call.rows_per_page)
-    c.require(call.ranks > 0, "ranks", "a positive number", call.ranks)
-    c.require(0 <= call.rank < call.ranks, "rank", f"0 to ranks - 1 = {call.ranks - 1}", call.rank)
+    _check_rank(c, call.ranks, call.rank)
     c.tensor("out_slots", call.out_slots, torch.int32, (rows, k))
     c.tensor("out_lens", call.out_lens, torch.int32, (rows,))
 

@@ -11,7 +11,7 @@ import torch
 from cute_kernels import numerics
 from cute_kernels.formats import FORMATS, INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4, INDEXER_MXFP4_WIDE, ROPE_DIM
 from cute_kernels.indexer.chunks import row_bytes
-from cute_kernels.indexer.reference import top_k_keys
+from cute_kernels.indexer.reference import score_keys
 from cute_kernels.numerics import E2M1_ROUNDINGS
 from cute_kernels.paging import entries_to_slots
 from cute_kernels.runtime.verify import Example, clone_arguments, raw_memory, same_bytes
@@ -210,6 +210,22 @@ def top_k_decode() -> Iterator[Example]:
             yield Example(name, (_scores(rows, columns), lengths, *results, table, page_rows))
 
 
+def picked_keys() -> Iterator[Example]:
+    """top_k_keys(scores, picks, entries_per_page, ranks, rank, out)"""
+    for rows, columns, k, page_rows, ranks in (
+        (4, 700, 512, 64, 8),
+        (9, 301, 77, 3, 2),
+        (3, 40, 1, 1, 1),
+        (2, 9, 9, 2**30, 3),
+    ):
+        g = torch.Generator().manual_seed(k)
+        picks = torch.randint(-1, columns + 1, (rows, k + 3), generator=g).int()[:, 1:-2]
+        picks[0, 0] = -(2**31)
+        out = torch.full((rows + 1, k + 3), 77, dtype=torch.int64)[:rows, 1:-2]
+        name = f"{rows} x {k} picks of {columns} columns, pages of {page_rows}"
+        yield Example(name, (_scores(rows, columns), picks, page_rows, ranks, ranks // 2, out))
+
+
 _MERGED = (
     (1, 3, 512, 0, "scores"),
     (2, 4, 512, 64, "levels"),
@@ -253,7 +269,7 @@ def _merged_keys(parts: int, rows: int, k: int, kind: str) -> torch.Tensor:
         scores = torch.randint(-(2**31), 2**31, shape, generator=g).int().view(torch.float32)
         scores[:, ::5], scores[:, 1::5] = torch.nan, -torch.inf
         entries = entries + (2**31 - 4 * parts * k)
-    keys = top_k_keys(scores, entries)
+    keys = score_keys(scores, entries)
     empty = torch.iinfo(torch.int64).min
     keys[:, ::7] = empty
     # entries that int32 cannot name, and a key that is there twice
@@ -508,6 +524,7 @@ EXAMPLES = {
     "all_visible_entries": all_visible,
     "top_k_per_row_prefill": top_k_prefill,
     "top_k_per_row_decode": top_k_decode,
+    "top_k_keys": picked_keys,
     "merge_top_k_keys": merge_keys,
     "mqa_logits": logits,
     "paged_mqa_logits": paged_logits,

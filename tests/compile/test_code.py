@@ -25,7 +25,7 @@ from cute_kernels.dsl.ptx import DEPENDENT_LAUNCH_ARCH, HAS_BF16_OF_E4M3
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, INDEXER_FP8, INDEXER_MXFP4, PLAIN_BF16, PLAIN_FP8
 from cute_kernels.indexer import gather as index_gather
 from cute_kernels.indexer import launch as scores
-from cute_kernels.indexer import merge_keys, query
+from cute_kernels.indexer import merge_keys, picked_keys, query
 from cute_kernels.indexer import select as select_scores
 from cute_kernels.indexer.hopper.logits import MANY_COLUMNS, LogitsKey
 from cute_kernels.indexer.hopper.logits_mxfp4 import HALVES
@@ -290,6 +290,13 @@ def packs() -> Iterator[Row]:
             stores[unit]: each,
         }
         yield Row(pack.PackKey(arch, unit, is_unpack), 64, ptx | waits(arch), absent=DIVISIONS, threads=pack.THREADS)
+
+
+def keys() -> Iterator[Row]:
+    """As many as a multiprocessor takes."""
+    for arch in (HOPPER, "sm_80", "sm_120a"):
+        ptx = {r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.b32": 2, STORE_8: 1} | waits(arch)
+        yield Row(picked_keys.PickedKeysKey(arch), 32, ptx, absent=DIVISIONS, threads=picked_keys.THREADS)
 
 
 def merges() -> Iterator[Row]:
@@ -631,7 +638,7 @@ TABLE = {
     row.key: row
     for rows in (
         *(inserts, gathers, qnorms, norms, norms_with_codes, quantizations, rotations, index_builders, saves),
-        *(packs, merges),
+        *(packs, keys, merges),
         *(entries_of_ratio_4, entries_of_ratio_128, steps_before_attention, queries, gathers_of_index_keys),
         *(hoppers_scores, portable_scores, hoppers_gemms, hoppers_gemms_of_few_rows, portable_gemms),
         *(hoppers_attention, decodes_of_few_heads, portable_decodes, portable_prefills, combines),

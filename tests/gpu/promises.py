@@ -349,6 +349,7 @@ ROWS: dict[str, Mapping[str, int]] = {
         ("q", "indices", "topk_length", "out", "max_logits", "lse", "q_squares", "positions"), 0
     )
     | {"out_scale": 2},
+    "top_k_keys": dict.fromkeys(("scores", "picks", "out"), 0),
     "unpack_records": {"records": 0, "slots": 0},
 }
 """Ops of which each row is a call of its own -> the arguments that have rows, and along which axis."""

@@ -32,7 +32,7 @@ def random_keys(parts: int, rows: int, k: int, kind: str) -> torch.Tensor:
     scores = torch.randn(shape, device="cuda", generator=g)
     if kind == "levels":
         scores = torch.randint(0, 3, shape, device="cuda", generator=g).float()
-    keys = reference.top_k_keys(scores, entries)
+    keys = reference.score_keys(scores, entries)
     keys[:, ::9] = EMPTY
     return keys.view(rows, parts, k).transpose(0, 1).contiguous()
 

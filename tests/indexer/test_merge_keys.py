@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.indexer.ops import merge_top_k_keys, top_k_per_row_decode
-from cute_kernels.indexer.reference import top_k_keys
+from cute_kernels.indexer.ops import merge_top_k_keys, top_k_keys, top_k_per_row_decode
+from cute_kernels.indexer.reference import score_keys
 from tests.helpers import check_op
 
 EMPTY = -(2**63)
@@ -30,21 +30,36 @@ def key_of(score: float, entry: int) -> int:
 def local_keys(scores: torch.Tensor, ranks: int, k: int, g: torch.Generator) -> torch.Tensor:
     """Of each rank the k best of its own pages' entries, in random order, empty where it has fewer."""
     rows, entries = scores.shape
-    keys = torch.full((ranks, rows, k), EMPTY)
+    keys = torch.full((ranks, rows, k), 77)
     for rank in range(ranks):
         own = torch.tensor([e for e in range(entries) if e // PAGE_ROWS % ranks == rank], dtype=torch.int64)
-        mine = top_k_keys(scores[:, own], own.expand(rows, -1))
-        best = mine.topk(min(k, len(own)), dim=1).values
-        keys[rank, :, : best.shape[1]] = best
+        mine, picks = scores[:, own], torch.empty(rows, k, dtype=torch.int32)
+        lengths = torch.full((rows, 1), len(own), dtype=torch.int32)
+        top_k_per_row_decode(mine, 1, lengths, picks, rows, mine.stride(0), 1, k)
+        top_k_keys(mine, picks, entries_per_page=PAGE_ROWS, ranks=ranks, rank=rank, out=keys[rank])
         keys[rank] = keys[rank][:, torch.randperm(k, generator=g)]
     return keys
 
 
 def test_keys_follow_their_definition() -> None:
     entries = torch.arange(len(VALUES)) + 2**24
-    keys = top_k_keys(torch.tensor(VALUES), entries)
+    keys = score_keys(torch.tensor(VALUES), entries)
     assert keys.tolist() == [key_of(score, entry) for score, entry in zip(VALUES, entries.tolist(), strict=True)]
     assert (keys > EMPTY).all()
+
+
+def test_keys_of_picks() -> None:
+    """Picks that are no columns are empty, as are entries that int32 cannot name."""
+    scores = torch.tensor([VALUES, VALUES[::-1]])
+    picks = torch.tensor([[3, 0, 7, -1, 4], [11, 12, 5, 5, -(2**31)]], dtype=torch.int32)
+    got = top_k_keys(scores, picks, entries_per_page=4, ranks=3, rank=2)
+    entry = {0: 8, 3: 11, 4: 20, 5: 21, 7: 23, 11: 35}
+    for row, (values, chosen) in enumerate(((VALUES, [3, 0, 7, None, 4]), (VALUES[::-1], [11, None, 5, 5, None]))):
+        assert got[row].tolist() == [EMPTY if x is None else key_of(values[x], entry[x]) for x in chosen]
+    far = top_k_keys(scores, picks, entries_per_page=2**30, ranks=2, rank=1)
+    assert far[0].tolist() == [key_of(VALUES[x], 2**30 + x) if x >= 0 else EMPTY for x in picks[0].tolist()]
+    assert (top_k_keys(scores, picks, entries_per_page=2**30, ranks=3, rank=2) == EMPTY).all()
+    assert (top_k_keys(scores[:, :0], picks) == EMPTY).all()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8, 16, 64])
@@ -68,7 +83,7 @@ def test_as_picked_from_all_scores(ranks: int, kind: str) -> None:
         # in two levels
         halves = [merge_top_k_keys(part) for part in (keys[: ranks // 2], keys[ranks // 2 :]) if len(part)]
         known = [
-            top_k_keys(scores.gather(1, picks.clamp(min=0).long()), picks).masked_fill(picks < 0, EMPTY)
+            score_keys(scores.gather(1, picks.clamp(min=0).long()), picks).masked_fill(picks < 0, EMPTY)
             for picks in halves
         ]
         assert torch.equal(merge_top_k_keys(torch.stack(known)), want)
@@ -94,7 +109,7 @@ def check_slots(keys: torch.Tensor, picks: torch.Tensor, ranks: int) -> None:
 
 
 def test_slots_without_a_page_are_left_out() -> None:
-    keys = top_k_keys(torch.ones(1, 8), torch.arange(8)[None])[None]
+    keys = score_keys(torch.ones(1, 8), torch.arange(8)[None])[None]
     table = torch.tensor([[5, -1, 2**30, 7]], dtype=torch.int32)
     slots, lens = merge_top_k_keys(keys, block_table=table, rows_per_page=2)
     assert slots.tolist() == [[10, 11, 14, 15, -1, -1, -1, -1]]
@@ -106,7 +121,7 @@ def test_slots_without_a_page_are_left_out() -> None:
 
 def test_bad_keys_are_harmless() -> None:
     """Entries that int32 cannot name count as empty; a key that comes twice is picked twice."""
-    keys = top_k_keys(torch.tensor([[3.0, 2.0, 1.0, 1.0]]), torch.tensor([[2**31, 7, 2**31 - 1, 2**32 - 1]]))[None]
+    keys = score_keys(torch.tensor([[3.0, 2.0, 1.0, 1.0]]), torch.tensor([[2**31, 7, 2**31 - 1, 2**32 - 1]]))[None]
     assert merge_top_k_keys(keys).tolist() == [[7, 2**31 - 1, -1, -1]]
     assert merge_top_k_keys(keys[:, :, :2].repeat(2, 1, 1)).tolist() == [[7, 7]]
 
@@ -132,6 +147,8 @@ def test_strides_and_what_is_not_asked_for() -> None:
 def test_op_check() -> None:
     keys = torch.randint(-(2**62), 2**62, (3, 4, 5))
     out, lens = torch.empty(4, 5, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
+    picks = torch.randint(-1, 9, (4, 5), dtype=torch.int32)
+    check_op("top_k_keys", torch.randn(4, 9), picks, 4, 2, 1, keys[0])
     check_op("merge_top_k_keys", keys, out, None, 0, 1, 0, None, None)
     check_op("merge_top_k_keys", keys, None, torch.zeros(2, 9, dtype=torch.int32), 64, 3, 1, out, lens)
 

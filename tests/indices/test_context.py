@@ -8,9 +8,9 @@ import torch
 
 from cute_kernels.compressor.ops import get_compressed_slot_mapping
 from cute_kernels.indexer.ops import merge_top_k_keys
-from cute_kernels.indexer.reference import top_k_keys
+from cute_kernels.indexer.reference import score_keys
 from cute_kernels.indices.ops import compute_global_topk_indices_and_lens
-from cute_kernels.paging import context_local_lens, expand_block_table, own_entries
+from cute_kernels.paging import context_local_lens, expand_block_table, own_entries, whole_entries
 
 RANKS = (1, 2, 3, 4, 7, 8, 16, 64)
 TOKENS = 256
@@ -35,7 +35,7 @@ def test_own_entries_are_dense_and_in_order(ratio: int, ranks: int) -> None:
         assert [e for e, number in enumerate(numbers[1:].tolist()) if number >= 0] == own
         assert numbers[numbers >= 0].tolist() == list(range(len(own)))
         # back from a rank's number to the request's entry
-        assert [(number // page * ranks + rank) * page + number % page for number in range(len(own))] == own
+        assert whole_entries(torch.arange(-1, len(own)), page, ranks, rank).tolist() == [-1, *own]
         shares.append(len(own))
     assert sum(shares) == entries
 
@@ -89,7 +89,7 @@ def test_ops_with_a_ranks_table_see_its_own_entries(ranks: int) -> None:
 
         slots, lens = compute_global_topk_indices_and_lens(picks, rows, table, page, valid)
         own, own_lens = merge_top_k_keys(
-            top_k_keys(torch.randn(requests, k), entries)[None],
+            score_keys(torch.randn(requests, k), entries)[None],
             block_table=local,
             rows_per_page=page,
             ranks=ranks,

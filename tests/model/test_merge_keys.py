@@ -31,7 +31,7 @@ def keys_of(kind: str, parts: int, rows: int, k: int) -> torch.Tensor:
         scores = torch.zeros(shape)
     elif kind == "bits":
         scores = torch.randint(-(2**31), 2**31, shape, generator=g).int().view(torch.float32)
-    keys = reference.top_k_keys(scores, entries).view(rows, parts, k).transpose(0, 1).contiguous()
+    keys = reference.score_keys(scores, entries).view(rows, parts, k).transpose(0, 1).contiguous()
     keys[-1] = -(2**63)
     if kind == "twice":
         keys[:] = keys[0]
