@@ -27,6 +27,7 @@ RECORDS = {FP8_DS_MLA.id: (64, 8192, 65536), INDEXER_FP8.id: (64, 32768, 262144)
 """Format -> numbers of records: few, some 4 MB, and many times as much."""
 
 VARIANTS: tuple[dict[str, int], ...] = (
+    {"warps": 8, "each": 16},
     {"warps": 16, "each": 4},
     {"warps": 16, "each": 8},
     {"warps": 16, "each": 16},
