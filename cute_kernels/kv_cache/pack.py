@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of pack_records and unpack_records: bytes of records between pages and rows.
 
-A record is its data and then its scales, which pages keep apart. It moves in units of 16, 8 or 4 bytes, the largest
-that data, scales and all strides are multiples of.
+A record is its data and then its scales, which pages keep apart. Records in rows are a stream of units of 16, 8 or 4
+bytes, the largest that data, scales and all strides are multiples of. Threads take neighbouring units of that stream,
+EACH of them a CTA's width apart: in rows accesses are whole lines, in pages they are as long as a record's data.
 
-    warp    up to 32 neighbouring records. A lane finds where one of them lies: one slot, one division a record
-    pass    32 * EACH neighbouring units of the warp's records, all under way at once: in rows accesses are whole lines,
-            in pages they are as long as a record's data. What a unit's record has found comes by shuffles
-
-A slot outside the cache forms no address: such a record is packed as zeros, and not unpacked.
+All slots of a thread are under way at once, then all of its units. Neighbours ask for the same slot, which comes from
+L1. A slot outside the cache forms no address: such a record is packed as zeros, and not unpacked.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ from cutlass import Boolean, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl import ptx
-from cute_kernels.dsl.tensor import address, length
+from cute_kernels.dsl.tensor import address
 from cute_kernels.formats import FP8_DS_MLA, INDEXER_FP8, RECORD_FORMATS, compressor_state
 from cute_kernels.kv_cache.call import PackCall, UnpackCall
 from cute_kernels.models import ModelConfig
-from cute_kernels.runtime.arch import arch_number, arch_of, multiprocessors
+from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
@@ -38,17 +36,14 @@ from cute_kernels.runtime.key import OpKernel
 UNITS = (16, 8, 4)
 """Bytes that a thread moves at once."""
 
-WARPS = 4
+THREADS = 256
 """Of a CTA."""
 
-EACH = {16: 4, 8: 8, 4: 8}
+EACH = {16: 4, 8: 4, 4: 8}
 """Unit -> how many of them a thread has under way."""
 
-WARPS_PER_SM = 32
-"""For which records are shared out: more records than that give a warp more than one."""
-
-MOST_RECORDS, MOST_STRIDE, MOST_PAGE = 2**31 - 2**16, 2**26, 2**31
-"""Records of a call; bytes from row to row, and of a page."""
+MOST_UNITS = 2**31 - 2**16
+"""Of a call."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +64,14 @@ class PackKey(KernelKey):
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         slots = make_fake_tensor(Int64, (cute.sym_int(),), stride=(1,), assumed_align=8)
-        numbers = (Int64(0), Int32(4), Int64(0), Int64(4), Int32(0), *(Int32(1) for _ in range(4)))
+        numbers = (Int64(0), Int64(4), Int64(0), Int64(4), Int32(0), *(Int32(1) for _ in range(4)))
         return PackKernel(self), (slots, *numbers, Boolean(False), make_fake_stream(use_tvm_ffi_env_stream=True))
 
 
 class PackKernel:
     """Entry point: (slots; address of the rows, their stride in bytes; address of the cache, page stride in bytes, rows
-    of the pool; rows of a page; units of a record's data, of its scales; records of a warp; whether to launch as a
-    dependent of the kernel before; stream)."""
+    of the pool; rows of a page; units of a record, of its data; units of the call; whether to launch as a dependent of
+    the kernel before; stream)."""
 
     def __init__(self, key: PackKey) -> None:
         self.unit, self.each, self.is_unpack = key.unit, EACH[key.unit], key.is_unpack
@@ -88,36 +83,35 @@ class PackKernel:
         self,
         slots: cute.Tensor,
         rows: Int64,
-        row_stride: Int32,
+        row_stride: Int64,
         cache: Int64,
         page_stride: Int64,
         capacity: Int32,
         block_size: Int32,
+        record_units: Int32,
         data_units: Int32,
-        scale_units: Int32,
-        share: Int32,
+        units: Int32,
         use_pdl: Boolean,
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         kernel = self.kernel(
             address(slots),
-            length(slots, 0),
             rows,
             row_stride,
             cache,
             page_stride,
             capacity,
-            block_size * data_units * self.unit,
+            block_size,
             cute.fast_divmod_create_divisor_v2(block_size),
-            cute.fast_divmod_create_divisor_v2(data_units + scale_units),
+            cute.fast_divmod_create_divisor_v2(record_units),
+            record_units - data_units,
             data_units,
-            scale_units,
-            share,
+            units,
         )
         kernel.launch(
-            grid=[cute.ceil_div(cute.ceil_div(length(slots, 0), share), WARPS), 1, 1],
-            block=[32 * WARPS, 1, 1],
+            grid=[cute.ceil_div(units, THREADS * self.each), 1, 1],
+            block=[THREADS, 1, 1],
             stream=stream,
             use_pdl=use_pdl if const_expr(self.has_dependency) else False,
         )
@@ -126,59 +120,52 @@ class PackKernel:
     def kernel(
         self,
         slots: Int64,
-        records: Int32,
         rows: Int64,
-        row_stride: Int32,
+        row_stride: Int64,
         cache: Int64,
         page_stride: Int64,
         capacity: Int32,
-        scales: Int32,
+        block_size: Int32,
         page_rows: cute.FastDivmodDivisorV2,
         record: cute.FastDivmodDivisorV2,
-        data_units: Int32,
         scale_units: Int32,
-        share: Int32,
+        data_units: Int32,
+        units: Int32,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        lane = thread % 32
-        first = (cta * WARPS + cute.arch.make_warp_uniform(thread // 32)) * share
-        count = cutlass.min(share, records - first)
+        first = cta * (THREADS * self.each) + thread
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
 
-        # of the lane's record: address of its data, 0 if it is not in the cache; how much farther than behind its data
-        # its scales lie
-        slot = ptx.load_global_s64_where(lane < count, slots + Int64(first + lane) * 8)
-        is_there = (slot >= 0) & (slot < Int64(capacity))
-        page, row = divmod(Int32(slot) if is_there else Int32(0), page_rows)
-        data = cache + Int64(page) * page_stride + Int64(row * data_units) * self.unit
-        low, high = ptx.halves(data if is_there else Int64(0))
-        farther = scales + (row * (scale_units - data_units) - data_units) * self.unit
-        packed = rows + Int64(first) * Int64(row_stride)
-
-        units = count * (data_units + scale_units)
-        shuffle = cute.arch.shuffle_sync
-        for start in cutlass.range(0, units, 32 * self.each, unroll=1):
-            loaded = []
-            for i in range_constexpr(self.each):
-                unit = start + lane + 32 * i
-                is_inside = unit < units
-                number, place = divmod(unit if is_inside else Int32(0), record)
-                paged = ptx.pair(shuffle(low, number), shuffle(high, number))
-                more = shuffle(farther, number)
-                is_found = is_inside & (paged != 0)
-                paged += Int64(place * self.unit + (more if place >= data_units else Int32(0)))
-                target = packed + Int64(number * row_stride + place * self.unit)
-                source, is_read = (target, is_inside) if self.is_unpack else (paged, is_found)
-                loaded.append((paged, target, is_inside, is_found, self.load(source, is_read)))
-            for i in range_constexpr(self.each):
-                paged, target, is_inside, is_found, words = loaded[i]
-                if const_expr(self.is_unpack):
-                    self.store(paged, words, is_found)
-                else:
-                    self.store(target, [word if is_found else Int32(0) for word in words], is_inside)
+        found = []
+        for i in range_constexpr(self.each):
+            # units past the end are those of the last one, which moves once
+            unit = cutlass.min(first + i * THREADS, units - 1)
+            number, place = divmod(unit, record)
+            slot = ptx.load_global_s64_in_order(slots + Int64(number) * 8, is_shared=True)
+            found.append((number, place, slot))
+        places, loaded = [], []
+        for i in range_constexpr(self.each):
+            number, place, slot = found[i]
+            is_there = (slot >= 0) & (slot < Int64(capacity))
+            page, row = divmod(Int32(slot) if is_there else Int32(0), page_rows)
+            in_page = row * data_units + place
+            if place >= data_units:
+                in_page = block_size * data_units + row * scale_units + (place - data_units)
+            paged = cache + Int64(page) * page_stride + Int64(in_page) * self.unit
+            packed = rows + Int64(number) * row_stride + Int64(place) * self.unit
+            places.append((paged, packed, is_there))
+            loaded.append(self.load(packed, Boolean(True)) if self.is_unpack else self.load(paged, is_there))
+        for i in range_constexpr(self.each):
+            paged, packed, is_there = places[i]
+            is_inside = first + i * THREADS < units
+            if const_expr(self.is_unpack):
+                self.store(paged, loaded[i], is_inside & is_there)
+            else:
+                words = [word if is_there else Int32(0) for word in loaded[i]]
+                self.store(packed, words, is_inside)
 
     def load(self, source: Any, condition: Any) -> tuple[Any, ...]:
         """The words of a unit; any, where the condition fails."""
@@ -239,10 +226,10 @@ def why_not(records: Any, cache: Any, kv_format: str) -> str:
             f"records and pages must be {UNITS[-1]}-byte aligned, got addresses {records.data_ptr():#x} and "
             f"{cache.data_ptr():#x}, strides {records.stride(0)} and {cache.stride(0)}"
         )
-    if records.shape[0] > MOST_RECORDS or (records.shape[0] > 1 and records.stride(0) > MOST_STRIDE):
-        return f"there must be at most {MOST_RECORDS} records {MOST_STRIDE} bytes apart, got {records.shape[0]}"
-    if cache.shape[1] * sum(sizes(kv_format)) >= MOST_PAGE:
-        return f"a page must have less than {MOST_PAGE} bytes, got {cache.shape[1]} records"
+    if records.shape[0] * sum(sizes(kv_format)) // unit > MOST_UNITS:
+        return f"there must be at most {MOST_UNITS * unit} bytes of records, got {records.shape[0]} records"
+    if cache.shape[1] * sum(sizes(kv_format)) // unit > MOST_UNITS:
+        return f"a page must have at most {MOST_UNITS * unit} bytes, got {cache.shape[1]} records"
     if cache.shape[0] * cache.shape[1] >= 2**31:
         return f"cache must have fewer than 2^31 rows, got {cache.shape[0]} pages of {cache.shape[1]}"
     return ""
@@ -253,22 +240,22 @@ def run(records: Any, slots: Any, cache: Any, kv_format: str, is_unpack: bool, u
     if records.shape[0] == 0 or (is_unpack and cache.shape[0] * cache.shape[1] == 0):
         return
     unit, (data, scales), device_index = unit_of(records, cache, kv_format), sizes(kv_format), cache.device.index
-    warps = WARPS_PER_SM * multiprocessors(device_index)
+    units = (data + scales) // unit
     pages, block_size = cache.shape[:2]
     launch_key(
         PackKey(arch_of(device_index), unit, is_unpack),
         device_index,
         slots,
         records.data_ptr(),
-        records.stride(0) if records.shape[0] > 1 else 0,
+        records.stride(0),
         cache.data_ptr(),
         cache.stride(0) * cache.element_size(),
         pages * block_size,
         # the rows of no page are a divisor too
         max(block_size, 1),
+        units,
         data // unit,
-        scales // unit,
-        min(max(records.shape[0] // warps, 1), 32),
+        records.shape[0] * units,
         use_pdl,
     )
 

@@ -278,17 +278,18 @@ def rotations() -> Iterator[Row]:
 
 
 def packs() -> Iterator[Row]:
-    """64 registers keep 32 warps on a multiprocessor. All units of a pass are on their way before one is stored."""
-    # the slot is a load of 8 bytes, too
+    """40 registers keep 48 warps on a multiprocessor. All slots are on their way before one is used, and all units
+    before one is stored."""
     loads = {16: r"v4\.b32", 8: r"b64", 4: r"b32"}
     stores = {16: STORE_16, 8: STORE_8, 4: r"st\.global\.b32"}
     for arch, unit, is_unpack in itertools.product((HOPPER, "sm_80"), pack.UNITS, (False, True)):
         each = pack.EACH[unit]
         ptx = {
-            rf"ld\.relaxed\.gpu\.global\.L1::no_allocate\.{loads[unit]}": each + (unit == 8),
+            r"ld\.relaxed\.cta\.global\.b64": each,
+            rf"ld\.relaxed\.gpu\.global\.L1::no_allocate\.{loads[unit]}": each,
             stores[unit]: each,
         }
-        yield Row(pack.PackKey(arch, unit, is_unpack), 64, ptx | waits(arch), absent=DIVISIONS, threads=32 * pack.WARPS)
+        yield Row(pack.PackKey(arch, unit, is_unpack), 64, ptx | waits(arch), absent=DIVISIONS, threads=pack.THREADS)
 
 
 def keys() -> Iterator[Row]:
