@@ -122,6 +122,11 @@ class KVFormat:
         """(offset of row 0 in the page, bytes per row) of each dense field of a record."""
         return ((0, self.row_elements * self.dtype.itemsize),)
 
+    @property
+    def record_bytes(self) -> int:
+        """Of a record by itself: its fields one behind the other."""
+        return sum(width for _, width in self.fields(1))
+
     def _cells(self, slots: torch.Tensor, block_size: int, field: int) -> tuple[torch.Tensor, torch.Tensor]:
         offset, width = self.fields(block_size)[field]
         page = torch.div(slots, block_size, rounding_mode="floor")
@@ -356,6 +361,12 @@ def compressor_state(head_dim: int, compress_ratio: int) -> CompressorStateForma
     """The state format of a compressor: ratio 4 keeps two halves per token (overlap), ratio 128 one."""
     width = head_dim * (2 if compress_ratio == 4 else 1)
     return CompressorStateFormat(id=f"compressor_state_{width}/1", dim=2 * width, row_elements=2 * width)
+
+
+RECORD_FORMATS: dict[str, KVFormat] = FORMATS | {
+    f.id: f for f in (compressor_state(HEAD_DIM, 4), compressor_state(HEAD_DIM, 128), compressor_state(INDEX_DIM, 4))
+}
+"""Formats of everything that lies in pages: caches, and the states of the models' compressors."""
 
 
 def get_format(c: Checker, argument: str, format_id: str, *allowed: KVFormat) -> Any:

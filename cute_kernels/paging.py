@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import torch
 
+CONTEXT_PAGE = 256
+"""Tokens of a page that one rank of a context group owns: 64 entries of ratio 4, 2 of ratio 128."""
+
 
 def entries_to_slots(
     entries: torch.Tensor, requests: torch.Tensor, block_table: torch.Tensor, rows_per_page: int
@@ -57,3 +60,64 @@ def row_positions(num_rows: int, starts: torch.Tensor, seq_lens: torch.Tensor) -
     request = torch.searchsorted(starts[1:].contiguous(), row, right=True).clamp(max=seq_lens.shape[0] - 1)
     position = seq_lens.long()[request] - (starts[request + 1] - row)
     return request, position.where((row >= starts[0]) & (row < starts[request + 1]), -1)
+
+
+# ---- context groups: page P of a request is page P // ranks of rank P % ranks
+
+
+def context_local_lens(lens: torch.Tensor, compress_ratio: int, ranks: int, rank: int) -> torch.Tensor:
+    """How many of each request's (or row's) first entries are a rank's own: its entries 0 .. count - 1.
+
+    lens             int32, any shape: entries of compress_ratio tokens each; <= 0: none
+    compress_ratio   a divisor of CONTEXT_PAGE
+    ranks, rank      of the context group
+
+    Returns int32 of the same shape. Nothing waits for the device.
+    """
+    _check_rank("context_local_lens", ranks, rank)
+    if compress_ratio < 1 or CONTEXT_PAGE % compress_ratio:
+        raise ValueError(
+            f"context_local_lens: compress_ratio: expected a divisor of {CONTEXT_PAGE}, got {compress_ratio}"
+        )
+    page = CONTEXT_PAGE // compress_ratio
+    lens = lens.long().clamp(min=0)
+    rounds = torch.div(lens, page * ranks, rounding_mode="floor")
+    return (rounds * page + (lens % (page * ranks) - rank * page).clamp(0, page)).int()
+
+
+def expand_block_table(local: torch.Tensor, ranks: int, rank: int, width: int) -> torch.Tensor:
+    """A request's pages in the order of its tokens, from those that a rank owns: -1 where a page is another rank's.
+
+    local         int32 [R, pages]: the rank's own pages of each request, in the order of tokens
+    ranks, rank   of the context group
+    width         columns of the result, pages of a whole request; a page that local has no column for is -1
+
+    Returns int32 [R, width]. Ops that skip entries without a page then store and find the rank's own entries only.
+    """
+    _check_rank("expand_block_table", ranks, rank)
+    whole = local.new_full((local.shape[0], max(width, local.shape[1] * ranks)), -1)
+    whole[:, rank : local.shape[1] * ranks : ranks] = local
+    return whole[:, :width]
+
+
+def _check_rank(function: str, ranks: int, rank: int) -> None:
+    if ranks < 1 or not 0 <= rank < ranks:
+        raise ValueError(f"{function}: rank: expected one of the context group's {ranks}, got {rank}")
+
+
+def whole_entries(numbers: torch.Tensor, entries_per_page: int, ranks: int, rank: int) -> torch.Tensor:
+    """int64 entries of a request that a rank of a context group has these numbers for, the inverse of `own_entries`;
+    -1 for negative ones."""
+    numbers = numbers.long()
+    page = torch.div(numbers, entries_per_page, rounding_mode="floor")
+    entries = (page * ranks + rank) * entries_per_page + numbers % entries_per_page
+    return entries.where(numbers >= 0, torch.full_like(entries, -1))
+
+
+def own_entries(entries: torch.Tensor, entries_per_page: int, ranks: int, rank: int) -> torch.Tensor:
+    """int64 numbers that a rank of a context group has for a request's entries in its own pages, -1 for entries that
+    are other ranks'."""
+    entries = entries.long()
+    page = torch.div(entries, entries_per_page, rounding_mode="floor")
+    own = torch.div(page, ranks, rounding_mode="floor") * entries_per_page + entries % entries_per_page
+    return own.where((entries >= 0) & (page % ranks == rank), torch.full_like(own, -1))

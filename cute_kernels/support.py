@@ -50,8 +50,10 @@ KERNEL_ARCHS = {
     "fused_qkv_insert_compress": LARGE_CLUSTERS,
     "fused_qkv_insert_compress_index": ARCHS,
     "merge_attention_states": ARCHS,
+    "merge_top_k_keys": ARCHS,
     "mqa_logits": ARCHS,
     "mtp_shared_head_rmsnorm": ARCHS,
+    "pack_records": ARCHS,
     "paged_mqa_logits": ARCHS,
     "quantize_and_insert_k_cache": ARCHS,
     "quantize_fp8_1x128": ARCHS,
@@ -62,8 +64,10 @@ KERNEL_ARCHS = {
     "sparse_mla_mixed": ARCHS,
     "sparse_mla_prefill": ARCHS,
     "sparse_mla_prefill_paged": ARCHS,
+    "top_k_keys": ARCHS,
     "top_k_per_row_decode": ARCHS,
     "top_k_per_row_prefill": ARCHS,
+    "unpack_records": ARCHS,
 }
 """Op -> architectures its kernel runs on, for the ops that have one."""
 

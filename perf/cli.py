@@ -64,8 +64,10 @@ MODULES = {
     "fused_qkv_insert_compress_index": "perf.insert_compress",
     "get_compressed_slot_mapping": "perf.indices",
     "merge_attention_states": "perf.merge",
+    "merge_top_k_keys": "perf.context",
     "mqa_logits": "perf.logits",
     "mtp_shared_head_rmsnorm": "perf.norm",
+    "pack_records": "perf.context",
     "paged_mqa_logits": "perf.logits",
     "quantize_and_insert_k_cache": "perf.kv_cache",
     "quantize_fp8_1x128": "perf.linear",
@@ -76,8 +78,10 @@ MODULES = {
     "sparse_mla_mixed": "perf.mixed",
     "sparse_mla_prefill": "perf.prefill",
     "sparse_mla_prefill_paged": "perf.paged",
+    "top_k_keys": "perf.context",
     "top_k_per_row_decode": "perf.topk",
     "top_k_per_row_prefill": "perf.topk",
+    "unpack_records": "perf.context",
 }
 """Op -> module whose SWEEPS measures it."""
 

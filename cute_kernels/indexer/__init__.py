@@ -17,4 +17,6 @@ query.py               queries rotated and quantized
 gather.py              keys gathered from pages
 topk.py                picks; topk_held.py: of rows that registers hold; topk_select.py: which kernel picks, and how its
                        ops launch it
+picked_keys.py         kernel: picks of a rank as keys, by score and entry
+merge_keys.py          kernel: the best keys of several ranks
 """

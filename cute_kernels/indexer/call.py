@@ -179,6 +179,30 @@ class AllVisibleCall(NamedTuple):
     slot_rows_per_page: int
 
 
+class KeysCall(NamedTuple):
+    """top_k_keys."""
+
+    scores: torch.Tensor
+    picks: torch.Tensor
+    entries_per_page: int
+    ranks: int
+    rank: int
+    out: torch.Tensor
+
+
+class MergeKeysCall(NamedTuple):
+    """merge_top_k_keys."""
+
+    keys: torch.Tensor
+    out: torch.Tensor | None
+    block_table: torch.Tensor | None
+    rows_per_page: int
+    ranks: int
+    rank: int
+    out_slots: torch.Tensor | None
+    out_lens: torch.Tensor | None
+
+
 class ScoreTopKPrefillCall(NamedTuple):
     """score_top_k_prefill."""
 

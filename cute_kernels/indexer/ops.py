@@ -12,7 +12,9 @@ from cute_kernels.indexer import chunks, reference
 from cute_kernels.indexer.call import (
     AllVisibleCall,
     GatherCall,
+    KeysCall,
     LogitsCall,
+    MergeKeysCall,
     PagedLogitsCall,
     QueryFp8Call,
     QueryMxfp4Call,
@@ -31,11 +33,13 @@ __all__ = [
     "all_visible_entries",
     "cp_gather_indexer_k_quant_cache",
     "fused_indexer_q_rope_quant",
+    "merge_top_k_keys",
     "mqa_logits",
     "paged_mqa_logits",
     "score_top_k_decode",
     "score_top_k_prefill",
     "score_top_k_workspace_size",
+    "top_k_keys",
     "top_k_per_row_decode",
     "top_k_per_row_prefill",
 ]
@@ -776,6 +780,160 @@ def all_visible_entries(
         c.require(out.shape[1] == k, "out", f"k = {k} columns", f"shape {list(out.shape)}")
     _all_visible(AllVisibleCall(visible, out, slot_block_table, slot_rows_per_page))
     return out
+
+
+# ---- picks of several ranks
+
+
+def _check_keys(call: KeysCall) -> None:
+    c = Checker("top_k_keys")
+    c.tensor("scores", call.scores, torch.float32, ("rows", None))
+    c.tensor("picks", call.picks, torch.int32, ("rows", "k"))
+    limits = f"1 to {MOST_PAGE_ROWS}"
+    c.require(0 < call.entries_per_page <= MOST_PAGE_ROWS, "entries_per_page", limits, call.entries_per_page)
+    _check_rank(c, call.ranks, call.rank)
+    c.tensor("out", call.out, torch.int64, ("rows", "k"))
+
+
+def _check_rank(c: Checker, ranks: int, rank: int) -> None:
+    c.require(ranks > 0, "ranks", "a positive number", ranks)
+    c.require(0 <= rank < ranks, "rank", f"0 to ranks - 1 = {ranks - 1}", rank)
+
+
+def _cost_keys(call: KeysCall) -> Cost:
+    return Cost(bytes=nbytes(call.picks, call.out) + 4 * int((call.picks >= 0).sum()))
+
+
+def _keys_kernel() -> OpKernel[KeysCall]:
+    from cute_kernels.indexer.picked_keys import KERNEL
+
+    return KERNEL
+
+
+_keys = define_op(
+    "top_k_keys(Tensor scores, Tensor picks, SymInt entries_per_page, SymInt ranks, SymInt rank, Tensor(a!) out) -> ()",
+    KeysCall,
+    check=_check_keys,
+    reference=reference.top_k_keys,
+    kernel=_keys_kernel,
+    cost=_cost_keys,
+)
+
+
+def top_k_keys(
+    scores: torch.Tensor,
+    picks: torch.Tensor,
+    *,
+    entries_per_page: int = 1,
+    ranks: int = 1,
+    rank: int = 0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Keys of a rank's picks, which `merge_top_k_keys` compares with those of other ranks.
+
+    scores             fp32 [rows, columns], row-strided, of the rank's own entries
+    picks              int32 [rows, k], row-strided: columns, as `top_k_per_row_decode` writes them. One outside of the
+                       scores gives an empty key
+    entries_per_page   of the rank's pages: column x is entry (x // entries_per_page * ranks + rank) * entries_per_page
+                       + x % entries_per_page of the request. An entry beyond int32 gives an empty key
+    ranks, rank        of the context group
+    out                int64 [rows, k], row-strided; mutated. None: allocated
+
+    Returns out. Raises ValueError or TypeError on arguments that do not fit.
+    """
+    if out is None:
+        Checker("top_k_keys").tensor("picks", picks, torch.int32, ("rows", "k"))
+        out = torch.empty(picks.shape, dtype=torch.int64, device=picks.device)
+    _keys(KeysCall(scores, picks, entries_per_page, ranks, rank, out))
+    return out
+
+
+def _check_merge_keys(call: MergeKeysCall) -> None:
+    c = Checker("merge_top_k_keys")
+    c.tensor("keys", call.keys, torch.int64, (None, None, None))
+    parts, rows, k = call.keys.shape
+    c.require(parts > 0 and k > 0, "keys", "at least one part and one key", f"shape {list(call.keys.shape)}")
+    c.tensor("out", call.out, torch.int32, (rows, k), optional=True)
+    if call.block_table is None:
+        for name in ("out_slots", "out_lens"):
+            c.require(getattr(call, name) is None, name, "None without block_table", "a tensor")
+        return
+    c.tensor("block_table", call.block_table, torch.int32, (None, None))
+    requests = call.block_table.shape[0]
+    divides = rows == 0 if requests == 0 else rows % requests == 0
+    c.require(divides, "block_table", f"a number of requests that divides {rows} rows", f"{requests}")
+    limits = f"1 to {MOST_PAGE_ROWS} with block_table"
+    c.require(0 < call.rows_per_page <= MOST_PAGE_ROWS, "rows_per_page", limits, call.rows_per_page)
+    _check_rank(c, call.ranks, call.rank)
+    c.tensor("out_slots", call.out_slots, torch.int32, (rows, k))
+    c.tensor("out_lens", call.out_lens, torch.int32, (rows,))
+
+
+def _cost_merge_keys(call: MergeKeysCall) -> Cost:
+    moved = nbytes(call.keys, call.out, call.out_slots, call.out_lens)
+    return Cost(bytes=moved + (0 if call.block_table is None else nbytes(call.out_slots) // call.ranks))
+
+
+def _merge_keys_kernel() -> OpKernel[MergeKeysCall]:
+    from cute_kernels.indexer.merge_keys import KERNEL
+
+    return KERNEL
+
+
+_merge_keys = define_op(
+    "merge_top_k_keys(Tensor keys, Tensor(a!)? out, Tensor? block_table, SymInt rows_per_page, SymInt ranks, "
+    "SymInt rank, Tensor(b!)? out_slots, Tensor(c!)? out_lens) -> ()",
+    MergeKeysCall,
+    check=_check_merge_keys,
+    reference=reference.merge_top_k_keys,
+    kernel=_merge_keys_kernel,
+    cost=_cost_merge_keys,
+)
+
+
+def merge_top_k_keys(
+    keys: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    rows_per_page: int = 0,
+    ranks: int = 1,
+    rank: int = 0,
+    out_slots: torch.Tensor | None = None,
+    out_lens: torch.Tensor | None = None,
+) -> Any:
+    """The k best of each row's keys, of all ranks that share a request's entries; or, of these, a rank's own as slots.
+
+    A key is an int64, the larger the better: above, the bits of an fp32 score s as a number that grows with it (s >= 0:
+    the bits; s < 0: the bits with all but the sign turned; -0 as +0; NaN: -2^31), below, 2^32 - 1 less the entry. An
+    empty place is -2^63. So of equal scores the lower entry wins, and NaN comes after -inf, as in `score_top_k_decode`:
+    the k best of all ranks' k best are the k best of all entries.
+
+    keys            int64 [N, rows, k], N parts in any order, a dense last dimension, in any order along it. A key whose
+                    entry is not below 2^31 counts as empty
+    out             int32 [rows, k], row-strided: the entries, ascending, then -1; mutated. None: allocated if there is
+                    no block_table, else nobody asks
+    block_table     int32 [B, width], row-strided, B a divisor of rows, row b * (rows / B) + j being request b's: the
+                    rank's own pages. Page P of a request is page P // ranks of rank P % ranks
+    rows_per_page   entries of a page, with a block_table
+    ranks, rank     of the context group
+    out_slots       int32 [rows, k], row-strided: slots table[b, column] * rows_per_page + row of the picks that are the
+                    rank's own, in the order of their entries, then -1; mutated. Picks without a page >= 0 or whose slot
+                    is beyond int32 are left out. None: allocated with a block_table
+    out_lens        int32 [rows]: how many slots there are; mutated. None: allocated with a block_table
+
+    Returns out, or with a block_table (out_slots, out_lens). Raises ValueError or TypeError on arguments that do not
+    fit.
+    """
+    Checker("merge_top_k_keys").tensor("keys", keys, torch.int64, (None, None, None))
+    shape = tuple(keys.shape[1:])
+    if block_table is None:
+        out = keys.new_empty(shape, dtype=torch.int32) if out is None else out
+    else:
+        out_slots = keys.new_empty(shape, dtype=torch.int32) if out_slots is None else out_slots
+        out_lens = keys.new_empty(shape[:1], dtype=torch.int32) if out_lens is None else out_lens
+    _merge_keys(MergeKeysCall(keys, out, block_table, rows_per_page, ranks, rank, out_slots, out_lens))
+    return out if block_table is None else (out_slots, out_lens)
 
 
 # ---- scores and picks in one

@@ -14,7 +14,9 @@ from cute_kernels import formats, numerics
 from cute_kernels.indexer.call import (
     AllVisibleCall,
     GatherCall,
+    KeysCall,
     LogitsCall,
+    MergeKeysCall,
     PagedLogitsCall,
     QueryFp8Call,
     QueryMxfp4Call,
@@ -23,7 +25,7 @@ from cute_kernels.indexer.call import (
     TopKDecodeCall,
     TopKPrefillCall,
 )
-from cute_kernels.paging import entries_to_slots, to_index
+from cute_kernels.paging import entries_to_slots, own_entries, to_index, whole_entries
 
 KEY_TILE = 1024
 """Keys that are expanded to float64 at a time."""
@@ -243,6 +245,45 @@ def _rank(scores: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> 
     column = torch.arange(scores.shape[1], device=scores.device)
     inside = (column >= starts) & (column < starts + lengths)
     return ((order << 31) - column).where(inside, torch.full_like(order, torch.iinfo(torch.int64).min))
+
+
+def score_keys(scores: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+    """int64 keys of entries with these scores: the larger, the better. The score's bits as a number that grows with it
+    are above, 2^32 - 1 less the entry below, so that of equal scores the lower entry wins; -0 is +0, NaN below -inf."""
+    bits = (scores.float() + 0.0).view(torch.int32).long()
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = order.where(~scores.isnan(), torch.full_like(order, -(1 << 31)))
+    return (order << 32) | (0xFFFFFFFF - entries.long())
+
+
+def top_k_keys(call: KeysCall) -> None:
+    columns = call.scores.shape[1]
+    here = (call.picks >= 0) & (call.picks < columns)
+    picks = call.picks.long().where(here, torch.zeros_like(call.picks, dtype=torch.int64))
+    scores = call.scores.gather(1, picks) if columns else torch.zeros_like(picks, dtype=torch.float32)
+    entries = whole_entries(picks, call.entries_per_page, call.ranks, call.rank)
+    keys = score_keys(scores, entries)
+    call.out.copy_(keys.where(here & (entries < 2**31), torch.full_like(keys, torch.iinfo(torch.int64).min)))
+
+
+def merge_top_k_keys(call: MergeKeysCall) -> None:
+    parts, rows, k = call.keys.shape
+    keys = call.keys.transpose(0, 1).reshape(rows, parts * k)
+    empty = torch.full_like(keys, torch.iinfo(torch.int64).min)
+    # entries that int32 cannot name have 0 as the highest bit of their word
+    keys = keys.where((keys & 0x80000000) != 0, empty)
+    entries = 0xFFFFFFFF - (keys.topk(k, dim=1, sorted=False).values & 0xFFFFFFFF)
+    picks = to_index(entries.sort(dim=1).values)
+    if call.out is not None:
+        call.out.copy_(picks)
+    if call.block_table is not None:
+        assert call.out_slots is not None
+        assert call.out_lens is not None
+        own = own_entries(picks, call.rows_per_page, call.ranks, call.rank)
+        _to_slots(own, rows // max(call.block_table.shape[0], 1), call.block_table, call.rows_per_page)
+        order = (own < 0).int().argsort(dim=1, stable=True)
+        call.out_slots.copy_(own.gather(1, order))
+        call.out_lens.copy_((own >= 0).sum(dim=1))
 
 
 def score_top_k_prefill(call: ScoreTopKPrefillCall) -> None:

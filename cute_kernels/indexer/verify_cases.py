@@ -11,6 +11,7 @@ import torch
 from cute_kernels import numerics
 from cute_kernels.formats import FORMATS, INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4, INDEXER_MXFP4_WIDE, ROPE_DIM
 from cute_kernels.indexer.chunks import row_bytes
+from cute_kernels.indexer.reference import score_keys
 from cute_kernels.numerics import E2M1_ROUNDINGS
 from cute_kernels.paging import entries_to_slots
 from cute_kernels.runtime.verify import Example, clone_arguments, raw_memory, same_bytes
@@ -207,6 +208,78 @@ def top_k_decode() -> Iterator[Example]:
             results = _out(rows, k), rows, k
             name = _name(rows, columns, k) + f", pages of {page_rows}" * (page_rows > 0)
             yield Example(name, (_scores(rows, columns), lengths, *results, table, page_rows))
+
+
+def picked_keys() -> Iterator[Example]:
+    """top_k_keys(scores, picks, entries_per_page, ranks, rank, out)"""
+    for rows, columns, k, page_rows, ranks in (
+        (4, 700, 512, 64, 8),
+        (9, 301, 77, 3, 2),
+        (3, 40, 1, 1, 1),
+        (2, 9, 9, 2**30, 3),
+    ):
+        g = torch.Generator().manual_seed(k)
+        picks = torch.randint(-1, columns + 1, (rows, k + 3), generator=g).int()[:, 1:-2]
+        picks[0, 0] = -(2**31)
+        out = torch.full((rows + 1, k + 3), 77, dtype=torch.int64)[:rows, 1:-2]
+        name = f"{rows} x {k} picks of {columns} columns, pages of {page_rows}"
+        yield Example(name, (_scores(rows, columns), picks, page_rows, ranks, ranks // 2, out))
+
+
+_MERGED = (
+    (1, 3, 512, 0, "scores"),
+    (2, 4, 512, 64, "levels"),
+    (8, 6, 512, 64, "scores"),
+    (8, 6, 512, 0, "bits"),
+    (16, 4, 512, 0, "levels"),
+    (64, 2, 512, 64, "bits"),
+    (8, 2, 1024, 48, "scores"),
+    (3, 2, 1024, 64, "bits"),
+    (17, 2, 1024, 0, "levels"),
+    (9, 2, 2048, 64, "bits"),
+    (5, 4, 7, 3, "scores"),
+    (5, 4, 7, 0, "levels"),
+    (3, 2, 1, 64, "bits"),
+)
+"""(parts, rows, k, rows of a page or 0: no slots, kind of scores)"""
+
+
+def merge_keys() -> Iterator[Example]:
+    """merge_top_k_keys(keys, out, block_table, rows_per_page, ranks, rank, out_slots, out_lens)"""
+    for parts, rows, k, page_rows, kind in _MERGED:
+        keys, name = _merged_keys(parts, rows, k, kind), f"{parts} parts of {k} keys, {rows} rows, {kind}"
+        out = _out(rows, k)[:rows, 1:-2]
+        local: tuple[Any, ...] = None, 0, 1, 0, None, None
+        if page_rows:
+            table, slots, lens = _table(2, 4 * k, page_rows), _out(rows, k)[:rows, 1:-2], _out(0, rows)[0, 1:-2]
+            local = table, page_rows, parts, parts // 2, slots, lens
+            name += f", slots in pages of {page_rows}"
+        yield Example(name, (keys, None if parts == 8 and page_rows else out, *local))
+
+
+def _merged_keys(parts: int, rows: int, k: int, kind: str) -> torch.Tensor:
+    """Keys of different entries, some of them empty, in every row; a row of few keys, and one of none."""
+    g = torch.Generator().manual_seed(parts * k)
+    shape = (rows, parts * k)
+    entries = torch.rand(rows, 4 * parts * k, generator=g).argsort(dim=1)[:, : parts * k]
+    scores = torch.randn(shape, generator=g)
+    if kind == "levels":
+        scores = torch.randint(-1, 2, shape, generator=g) * 0.5
+    if kind == "bits":
+        scores = torch.randint(-(2**31), 2**31, shape, generator=g).int().view(torch.float32)
+        scores[:, ::5], scores[:, 1::5] = torch.nan, -torch.inf
+        entries = entries + (2**31 - 4 * parts * k)
+    keys = score_keys(scores, entries)
+    empty = torch.iinfo(torch.int64).min
+    keys[:, ::7] = empty
+    # entries that int32 cannot name, and a key that is there twice
+    keys[:, 3::31] = keys[:, 3::31] & ~(1 << 31)
+    keys[:, 1::37] = keys[:, :1] if kind == "scores" else empty
+    keys[1 % rows, max(k // 2, 1) :] = empty
+    keys[rows - 1] = empty if kind == "levels" else keys[rows - 1]
+    keys = keys.view(rows, parts, k).transpose(0, 1)
+    wide = torch.full((parts, rows + 1, k + 2), 2**62, dtype=torch.int64)[:, :rows, :k]
+    return wide.copy_(keys)
 
 
 # ---- scores
@@ -451,6 +524,8 @@ EXAMPLES = {
     "all_visible_entries": all_visible,
     "top_k_per_row_prefill": top_k_prefill,
     "top_k_per_row_decode": top_k_decode,
+    "top_k_keys": picked_keys,
+    "merge_top_k_keys": merge_keys,
     "mqa_logits": logits,
     "paged_mqa_logits": paged_logits,
     "score_top_k_prefill": score_top_k_prefill,

@@ -8,5 +8,6 @@ call.py                calls, their arguments by name
 qnorm.py               kernel: queries normed and rotated, keys rotated and inserted
 query_norm.py          the order in which the squares of a query's head are summed, wherever that is done
 insert.py, gather.py   kernels: rows inserted and gathered
+pack.py                kernels: records packed and unpacked, byte for byte
 record.py              fp8_ds_mla rows as a warp holds them
 """

@@ -80,3 +80,23 @@ class Fp8InsertCall(NamedTuple):
     apply_q_norm: bool
     kv_format: str
     use_pdl: bool
+
+
+class PackCall(NamedTuple):
+    """pack_records."""
+
+    cache: torch.Tensor
+    slots: torch.Tensor
+    kv_format: str
+    out: torch.Tensor
+    use_pdl: bool
+
+
+class UnpackCall(NamedTuple):
+    """unpack_records."""
+
+    records: torch.Tensor
+    cache: torch.Tensor
+    slots: torch.Tensor
+    kv_format: str
+    use_pdl: bool

@@ -9,7 +9,15 @@ import torch
 
 from cute_kernels import formats
 from cute_kernels.kv_cache import reference
-from cute_kernels.kv_cache.call import Bf16InsertCall, Fp8InsertCall, GatherCall, InsertCall, QuantInsertCall
+from cute_kernels.kv_cache.call import (
+    Bf16InsertCall,
+    Fp8InsertCall,
+    GatherCall,
+    InsertCall,
+    PackCall,
+    QuantInsertCall,
+    UnpackCall,
+)
 from cute_kernels.runtime import checks
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
@@ -20,7 +28,9 @@ __all__ = [
     "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert",
     "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert",
     "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
+    "pack_records",
     "quantize_and_insert_k_cache",
+    "unpack_records",
 ]
 
 
@@ -180,6 +190,122 @@ def dequantize_and_gather_k_cache(
     TypeError on arguments that do not fit.
     """
     _gather(GatherCall(out, k_cache, seq_lens, gather_lens, block_table, block_size, offset, kv_format))
+
+
+# ---- records as they are
+
+
+def _check_records(c: Checker, call: PackCall | UnpackCall, argument: str, records: torch.Tensor) -> None:
+    c.one_of("kv_format", call.kv_format, list(formats.RECORD_FORMATS))
+    fmt = formats.RECORD_FORMATS[call.kv_format]
+    fmt.check(c, "cache", call.cache)
+    c.tensor("slots", call.slots, torch.int64, ("n",))
+    c.tensor(argument, records, torch.uint8, ("n", fmt.record_bytes))
+
+
+def _check_pack(call: PackCall) -> None:
+    _check_records(Checker("pack_records"), call, "out", call.out)
+
+
+def _check_unpack(call: UnpackCall) -> None:
+    _check_records(Checker("unpack_records"), call, "records", call.records)
+
+
+def _cost_pack(call: PackCall) -> Cost:
+    here = formats.valid_slots(call.slots, call.cache.shape[0] * call.cache.shape[1])
+    return Cost(bytes=nbytes(call.slots, call.out) + int(here.sum()) * call.out.shape[1])
+
+
+def _cost_unpack(call: UnpackCall) -> Cost:
+    here = formats.valid_slots(call.slots, call.cache.shape[0] * call.cache.shape[1])
+    return Cost(bytes=nbytes(call.slots) + 2 * int(here.sum()) * call.records.shape[1])
+
+
+def _validate_unpack(call: UnpackCall) -> None:
+    checks.distinct_slots("unpack_records", "slots", call.slots, call.cache.shape[0] * call.cache.shape[1])
+
+
+def _pack_kernel() -> OpKernel[PackCall]:
+    from cute_kernels.kv_cache.pack import PACK
+
+    return PACK
+
+
+def _unpack_kernel() -> OpKernel[UnpackCall]:
+    from cute_kernels.kv_cache.pack import UNPACK
+
+    return UNPACK
+
+
+_pack = define_op(
+    "pack_records(Tensor cache, Tensor slots, str kv_format, Tensor(a!) out, bool use_pdl) -> ()",
+    PackCall,
+    check=_check_pack,
+    reference=reference.pack_records,
+    kernel=_pack_kernel,
+    cost=_cost_pack,
+)
+
+_unpack = define_op(
+    "unpack_records(Tensor records, Tensor(a!) cache, Tensor slots, str kv_format, bool use_pdl) -> ()",
+    UnpackCall,
+    check=_check_unpack,
+    reference=reference.unpack_records,
+    kernel=_unpack_kernel,
+    cost=_cost_unpack,
+    validate=_validate_unpack,
+)
+
+
+def pack_records(
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    kv_format: str,
+    *,
+    out: torch.Tensor | None = None,
+    use_pdl: bool = False,
+) -> torch.Tensor:
+    """Copy records out of a paged cache, byte for byte: each as one row, its data and then its scales, as ranks send
+    them.
+
+    cache       [num_blocks, block_size, row elements] of kv_format, any page stride that holds a page
+    slots       int64 [n]: page * block_size + row of each record. A slot outside the cache gives zeros
+    kv_format   record format id, of `formats.RECORD_FORMATS`: any cache, and compressor states
+    out         uint8 [n, `formats.RECORD_FORMATS[kv_format].record_bytes`], row-strided; mutated. None: allocated
+    use_pdl     start while the kernel before on the stream still runs, and wait for it before anything is read
+
+    Returns out. On a GPU rows and pages are 4-byte aligned; multiples of 16 bytes (of fp8_ds_mla of 8) are faster.
+    Raises ValueError or TypeError on arguments that do not fit.
+    """
+    if out is None:
+        c = Checker("pack_records")
+        c.one_of("kv_format", kv_format, list(formats.RECORD_FORMATS))
+        c.tensor("slots", slots, torch.int64, ("n",))
+        out = slots.new_empty((slots.shape[0], formats.RECORD_FORMATS[kv_format].record_bytes), dtype=torch.uint8)
+    _pack(PackCall(cache, slots, kv_format, out, use_pdl))
+    return out
+
+
+def unpack_records(
+    records: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    kv_format: str,
+    *,
+    use_pdl: bool = False,
+) -> None:
+    """Copy records that `pack_records` made into a paged cache, byte for byte.
+
+    records     uint8 [n, record bytes], row-strided
+    cache       as of `pack_records`; mutated
+    slots       int64 [n]: where each record goes. Slots outside the cache, negative ones included, are skipped; those
+                inside it must be distinct
+    kv_format   record format id
+    use_pdl     as of `pack_records`
+
+    Raises ValueError or TypeError on arguments that do not fit.
+    """
+    _unpack(UnpackCall(records, cache, slots, kv_format, use_pdl))
 
 
 # ---- the step before attention

@@ -6,7 +6,15 @@ from __future__ import annotations
 import torch
 
 from cute_kernels import formats, numerics
-from cute_kernels.kv_cache.call import Bf16InsertCall, Fp8InsertCall, GatherCall, InsertCall, QuantInsertCall
+from cute_kernels.kv_cache.call import (
+    Bf16InsertCall,
+    Fp8InsertCall,
+    GatherCall,
+    InsertCall,
+    PackCall,
+    QuantInsertCall,
+    UnpackCall,
+)
 from cute_kernels.paging import entries_to_slots
 
 
@@ -28,6 +36,19 @@ def dequantize_and_gather_k_cache(call: GatherCall) -> None:
         rows = call.out[r, call.offset : call.offset + length]
         rows[here] = fmt.read(call.k_cache, call.block_size, slots[here])
         rows[~here] = 0
+
+
+def pack_records(call: PackCall) -> None:
+    fmt, block_size = formats.RECORD_FORMATS[call.kv_format], call.cache.shape[1]
+    here = formats.valid_slots(call.slots, call.cache.shape[0] * block_size)
+    call.out.zero_()
+    call.out[here] = torch.cat(fmt.read_fields(call.cache, block_size, call.slots[here]), dim=1)
+
+
+def unpack_records(call: UnpackCall) -> None:
+    fmt, block_size = formats.RECORD_FORMATS[call.kv_format], call.cache.shape[1]
+    fields = call.records.split([width for _, width in fmt.fields(1)], dim=1)
+    fmt.write_fields(call.cache, block_size, call.slots, *fields)
 
 
 def qnorm_rope_kv_rope_quant_insert(call: QuantInsertCall) -> None:

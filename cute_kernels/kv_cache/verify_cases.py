@@ -215,7 +215,31 @@ _QNORM_EXAMPLES: dict[str, Callable[[], Iterator[Example]]] = {
     f"{_NAME}full_cache_bf16_insert": partial(_examples, formats.PLAIN_BF16),
     f"{_NAME}full_cache_fp8_insert": partial(_examples, formats.PLAIN_FP8),
 }
+
+
+def _packed(is_unpack: bool) -> Iterator[Example]:
+    """pack_records(cache, slots, kv_format, out, use_pdl) or unpack_records(records, cache, slots, kv_format,
+    use_pdl)"""
+    for fmt in formats.RECORD_FORMATS.values():
+        long = ((0, 64, 0), (1, 64, 64), (1029, 64, 0)) if fmt is FP8_DS_MLA else ()
+        for rows, block_size, extra in (*long, (39, 3, 16)):
+            blocks = -(-rows // block_size) + 2
+            size = fmt.dtype.itemsize
+            stride = fmt.page_stride(block_size) + extra
+            pool = fmt.allocate(blocks, block_size, page_stride=stride - stride % size)
+            raw = raw_memory(pool)
+            raw.copy_(torch.randint(0, 256, raw.shape, generator=_generator(rows), dtype=torch.uint8))
+            records = torch.randint(0, 256, (rows, fmt.record_bytes + extra), generator=_generator(1)).byte()
+            records = records[:, : fmt.record_bytes]
+            slots = _slots(rows, blocks * block_size, rows)
+            name = f"{fmt.id}, {rows} records, pages of {block_size} and {extra} bytes between them"
+            given = (records, pool, slots, fmt.id) if is_unpack else (pool, slots, fmt.id, records)
+            yield Example(name, (*given, rows == 39))
+
+
 EXAMPLES = {
+    "pack_records": partial(_packed, False),
+    "unpack_records": partial(_packed, True),
     "quantize_and_insert_k_cache": insert,
     "dequantize_and_gather_k_cache": gather,
     **_QNORM_EXAMPLES,

@@ -25,7 +25,7 @@ from cute_kernels.dsl.ptx import DEPENDENT_LAUNCH_ARCH, HAS_BF16_OF_E4M3
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, INDEXER_FP8, INDEXER_MXFP4, PLAIN_BF16, PLAIN_FP8
 from cute_kernels.indexer import gather as index_gather
 from cute_kernels.indexer import launch as scores
-from cute_kernels.indexer import query
+from cute_kernels.indexer import merge_keys, picked_keys, query
 from cute_kernels.indexer import select as select_scores
 from cute_kernels.indexer.hopper.logits import MANY_COLUMNS, LogitsKey
 from cute_kernels.indexer.hopper.logits_mxfp4 import HALVES
@@ -37,7 +37,7 @@ from cute_kernels.indices.step_metadata import StepKey
 from cute_kernels.indices.translate import TranslateKey
 from cute_kernels.indices.window import WindowKey
 from cute_kernels.insert_compress import insert_compress, insert_compress_index
-from cute_kernels.kv_cache import gather, insert, qnorm
+from cute_kernels.kv_cache import gather, insert, pack, qnorm
 from cute_kernels.linear import launch as linear
 from cute_kernels.linear import quantize
 from cute_kernels.linear import select as select_gemm
@@ -272,6 +272,42 @@ def rotations() -> Iterator[Row]:
         yield Row(key, most, ptx | waits(arch), smem=smem, absent=ROUNDED)
     for key in inv_rope.ROTATED.deployment_keys(MODELS["v4-pro"], 1, "sm_80"):
         yield Row(key, 255, absent=ROUNDED)
+
+
+# ---- context groups --------------------------------------------------------------------------------------------------
+
+
+def packs() -> Iterator[Row]:
+    """40 registers keep 48 warps on a multiprocessor. All slots are on their way before one is used, and all units
+    before one is stored."""
+    loads = {16: r"v4\.b32", 8: r"b64", 4: r"b32"}
+    stores = {16: STORE_16, 8: STORE_8, 4: r"st\.global\.b32"}
+    for arch, unit, is_unpack in itertools.product((HOPPER, "sm_80"), pack.UNITS, (False, True)):
+        each = pack.EACH[unit]
+        ptx = {
+            r"ld\.relaxed\.cta\.global\.b64": each,
+            rf"ld\.relaxed\.gpu\.global\.L1::no_allocate\.{loads[unit]}": each,
+            stores[unit]: each,
+        }
+        yield Row(pack.PackKey(arch, unit, is_unpack), 64, ptx | waits(arch), absent=DIVISIONS, threads=pack.THREADS)
+
+
+def keys() -> Iterator[Row]:
+    """As many as a multiprocessor takes."""
+    for arch in (HOPPER, "sm_80", "sm_120a"):
+        ptx = {r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.b32": 2, STORE_8: 1} | waits(arch)
+        yield Row(picked_keys.PickedKeysKey(arch), 32, ptx, absent=DIVISIONS, threads=picked_keys.THREADS)
+
+
+def merges() -> Iterator[Row]:
+    """All keys of a round are on their way before one is used; the network has as many shuffles as steps within warps,
+    for each place of a thread."""
+    for arch, places, width in ((HOPPER, 512, 2), (HOPPER, 1024, 2), (HOPPER, 2048, 1), ("sm_80", 512, 2)):
+        for key in merge_keys.keys_of(arch, places, width):
+            shuffles = sum(distance < 32 for _, distance in merge_keys.network(places)) * places // (32 * key.warps)
+            loads = {r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.(?:v4\.b32|b64)": key.each // width}
+            ptx = loads | {r"shfl\.sync\.bfly": shuffles} | waits(arch)
+            yield Row(key, of_threads(32 * key.warps), ptx, absent=DIVISIONS, threads=32 * key.warps)
 
 
 # ---- index builders --------------------------------------------------------------------------------------------------
@@ -602,6 +638,7 @@ TABLE = {
     row.key: row
     for rows in (
         *(inserts, gathers, qnorms, norms, norms_with_codes, quantizations, rotations, index_builders, saves),
+        *(packs, keys, merges),
         *(entries_of_ratio_4, entries_of_ratio_128, steps_before_attention, queries, gathers_of_index_keys),
         *(hoppers_scores, portable_scores, hoppers_gemms, hoppers_gemms_of_few_rows, portable_gemms),
         *(hoppers_attention, decodes_of_few_heads, portable_decodes, portable_prefills, combines),

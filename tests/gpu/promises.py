@@ -333,6 +333,7 @@ ROWS: dict[str, Mapping[str, int]] = {
     "merge_attention_states": {"outs": 1, "lses": 1, "out": 0, "lse": 0},
     "mqa_logits": dict.fromkeys(("q", "q_scale", "weights", "cu_seq_len_k_start", "cu_seq_len_k_end", "out"), 0),
     "mtp_shared_head_rmsnorm": {"hidden_states": 0, "out": 0},
+    "pack_records": {"slots": 0, "out": 0},
     "quantize_and_insert_k_cache": {"k": 0, "slot_mapping": 0},
     "quantize_fp8_1x128": {"x": 0, "out": 0, "scale_out": 1},
     "save_partial_states": dict.fromkeys(("kv", "score", "positions", "slot_mapping"), 0),
@@ -348,6 +349,8 @@ ROWS: dict[str, Mapping[str, int]] = {
         ("q", "indices", "topk_length", "out", "max_logits", "lse", "q_squares", "positions"), 0
     )
     | {"out_scale": 2},
+    "top_k_keys": dict.fromkeys(("scores", "picks", "out"), 0),
+    "unpack_records": {"records": 0, "slots": 0},
 }
 """Ops of which each row is a call of its own -> the arguments that have rows, and along which axis."""
 
@@ -381,6 +384,7 @@ NO_ROWS: dict[str, Mapping[str, int]] = ROWS | {
     "fused_qkv_insert_compress": dict.fromkeys(_INSERTED, 0),
     "fused_qkv_insert_compress_index": dict.fromkeys(_INSERTED, 0),
     "get_compressed_slot_mapping": dict.fromkeys(("out", "slot_mapping"), 0),
+    "merge_top_k_keys": {"keys": 1} | dict.fromkeys(("out", "out_slots", "out_lens"), 0),
     "paged_mqa_logits": dict.fromkeys(_SCORED, 0),
     "score_top_k_decode": dict.fromkeys(_SCORED, 0),
     "score_top_k_prefill": dict.fromkeys(
@@ -562,8 +566,8 @@ def with_nan(op: str, args: Sequence[Any]) -> list[tuple[str, tuple[Any, ...]]]:
 NAMING = (
     *("compress_norm_rope_store", "cp_gather_indexer_k_quant_cache", "dequantize_and_gather_k_cache"),
     *("fused_compress_norm_rope_store", "fused_qkv_insert_compress", "fused_qkv_insert_compress_index"),
-    *("paged_mqa_logits", "score_top_k_decode", "sparse_mla_decode", "sparse_mla_mixed", "sparse_mla_prefill"),
-    *("sparse_mla_prefill_paged", "top_k_per_row_decode", "top_k_per_row_prefill"),
+    *("pack_records", "paged_mqa_logits", "score_top_k_decode", "sparse_mla_decode", "sparse_mla_mixed"),
+    *("sparse_mla_prefill", "sparse_mla_prefill_paged", "top_k_per_row_decode", "top_k_per_row_prefill"),
 )
 """Ops that read what slots, tables and lengths name."""
 

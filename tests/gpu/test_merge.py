@@ -13,6 +13,7 @@ from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls
 from cute_kernels.sparse_mla.ops import merge_attention_states
+from tests.gpu import decode_cases
 from tests.sparse_mla.model import sink_of
 
 pytestmark = [
@@ -223,3 +224,39 @@ def test_what_is_not_supported_says_so() -> None:
     out = torch.zeros(2, 1, 4, 516, dtype=BF16, device="cuda")[..., :512]
     with pytest.raises(NotImplementedError, match="heads of out must be 16-byte aligned"):
         merge_attention_states(wide[..., :512], lses, out=out)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 64, 128])
+@pytest.mark.parametrize("kv_format", ["fp8_ds_mla/1", "plain_bf16/1"])
+@pytest.mark.parametrize("splits", [{"num_splits": 1}, {"num_splits": 3}])
+def test_partials_in_the_layout_of_an_exchange(heads: int, kv_format: str, splits: dict[str, int]) -> None:
+    """A head's rows of 512 lie before its log-sum-exps: decode writes there, the merge reads it, both with the bits
+    that they have of dense tensors, and nothing else is written."""
+    ranks, b, s_q, pad = 2, 3, 2, 2
+    tokens, own = b * s_q, heads // ranks
+    size = 512 * tokens + tokens + pad
+    received = torch.full((ranks, ranks, own, size), math.nan, device="cuda")
+    outs, lses = torch.empty(ranks, b, s_q, heads, 512, device="cuda"), torch.empty(ranks, b, heads, s_q, device="cuda")
+    for rank in range(ranks):
+        call = decode_cases.make(
+            b, s_q, heads, 200, kv_format=kv_format, lengths="bs", sink="none", seed=rank, **splits
+        )
+        sent = torch.full((heads, size), math.nan, device="cuda")
+        out = sent.as_strided((b, s_q, heads, 512), (s_q * 512, 512, size, 1))
+        lse = sent.as_strided((b, heads, s_q), (s_q, size, 1), 512 * tokens)
+        decode_cases.run(call, FP32, out=out, lse=lse)
+        decode_cases.run(call, FP32, out=outs[rank], lse=lses[rank])
+        assert torch.equal(out, outs[rank])
+        assert torch.equal(lse, lses[rank])
+        assert sent[:, -pad:].isnan().all()
+        received[:, rank] = sent.view(ranks, own, size)
+    want, want_lse = merge_attention_states(outs, lses)
+    for rank in range(ranks):
+        mine, start = received[rank], received[rank].storage_offset()
+        part = (own * size, s_q * 512, 512, size, 1)
+        mine_outs = mine.as_strided((ranks, b, s_q, own, 512), part, start)
+        mine_lses = mine.as_strided((ranks, b, own, s_q), (own * size, s_q, size, 1), start + 512 * tokens)
+        out, lse = merge_attention_states(mine_outs, mine_lses)
+        heads_of = slice(rank * own, (rank + 1) * own)
+        assert torch.equal(out, want[:, :, heads_of])
+        assert torch.equal(lse, want_lse[:, heads_of])

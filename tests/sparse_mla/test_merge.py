@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.runtime.record import record_calls
-from cute_kernels.sparse_mla.ops import merge_attention_states
+from cute_kernels.sparse_mla.ops import merge_attention_states, sparse_mla_decode
 from tests import oracle
 from tests.helpers import check_op
 from tests.sparse_mla import model
@@ -190,3 +190,39 @@ def test_compile():
 def test_bad_arguments(changes, argument, error):
     with pytest.raises(error, match=rf"^merge_attention_states: {argument}: expected "):
         merge_attention_states(**arguments(**changes))
+
+
+def test_partials_in_the_layout_of_an_exchange():
+    """Ranks attend to parts of a row's entries, each head's rows of 512 before its log-sum-exps, and a head's owner
+    merges what it receives: no copy between, the same bits as of dense tensors, nothing but results written."""
+    ranks, b, s_q, h = 2, 3, 2, 4
+    tokens, pad, own = b * s_q, 2, h // ranks
+    size = 512 * tokens + tokens + pad
+    g = torch.Generator().manual_seed(3)
+    q = torch.randn(b, s_q, h, 512, generator=g).bfloat16()
+    received = torch.full((ranks, ranks, own, size), torch.nan)
+    dense_outs, dense_lses = torch.empty(ranks, b, s_q, h, 512), torch.empty(ranks, b, h, s_q)
+    for rank in range(ranks):
+        cache = torch.randn(2, 64, 512, generator=g).bfloat16()
+        indices = torch.randint(0, 128, (b, s_q, 40), generator=g, dtype=torch.int32)
+        length = torch.tensor([40, 0, 7], dtype=torch.int32)
+        given = {"topk_length": length, "kv_format": "plain_bf16/1"}
+        sent = torch.full((h, size), torch.nan)
+        out = sent.as_strided((b, s_q, h, 512), (s_q * 512, 512, size, 1))
+        lse = sent.as_strided((b, h, s_q), (s_q, size, 1), 512 * tokens)
+        sparse_mla_decode(q, cache, indices, out=out, lse=lse, **given)
+        sparse_mla_decode(q, cache, indices, out=dense_outs[rank], lse=dense_lses[rank], **given)
+        assert torch.equal(out, dense_outs[rank])
+        assert torch.equal(lse, dense_lses[rank])
+        assert sent[:, -pad:].isnan().all()
+        received[:, rank] = sent.view(ranks, own, size)
+    sink = torch.randn(h, generator=g)
+    want, want_lse = merge_attention_states(dense_outs, dense_lses, sink)
+    for rank in range(ranks):
+        heads = slice(rank * own, (rank + 1) * own)
+        mine = received[rank]
+        outs = mine.as_strided((ranks, b, s_q, own, 512), (own * size, s_q * 512, 512, size, 1), mine.storage_offset())
+        lses = outs.as_strided((ranks, b, own, s_q), (own * size, s_q, size, 1), mine.storage_offset() + 512 * tokens)
+        out, lse = merge_attention_states(outs, lses, sink[heads].clone())
+        assert torch.equal(out, want[:, :, heads])
+        assert torch.equal(lse, want_lse[:, heads])
