@@ -29,6 +29,7 @@ from tests.compat import (
 from tests.compat.agreement import bits
 from tests.compat.test_pdl import Launches
 from tests.goldens.compare import NO_GPU
+from tests.goldens.records import on
 from tests.sparse_mla import model
 
 INT32, INT64 = torch.int32, torch.int64
@@ -221,11 +222,11 @@ def test_int64_indices_in_a_graph() -> None:
     """Captured once; other indices, lengths and slots at the same addresses are what a replay reads."""
     case = test_flash_mla.Decode()
     names = ("indices", "topk_length", "extra_indices_in_kvcache", "extra_topk_length")
-    args = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in case.args().items()}
+    args = on("cuda", case.args())
     own = {name: args[name] for name in names}
     args |= {name: torch.full_like(args[name], -1, dtype=INT64) for name in names}
     out, lse = torch.zeros_like(args["q"]), torch.zeros(3, test_flash_mla.HEADS, 2, device="cuda")
-    cache = test_vllm.pool(formats.FP8_DS_MLA).cuda()
+    cache = on("cuda", test_vllm.pool(formats.FP8_DS_MLA))
     k, slots = helpers.spread((6, 512), 4).cuda(), torch.full((9,), -1, dtype=INT32, device="cuda")
 
     def step() -> None:
@@ -248,4 +249,4 @@ def test_int64_indices_in_a_graph() -> None:
     model.assert_bf16(out.cpu(), case.expect()[0])
     other = test_vllm.pool(formats.FP8_DS_MLA)
     kv_cache.quantize_and_insert_k_cache(k.cpu(), other, torch.tensor([3, 17, 8]), 4)
-    assert torch.equal(helpers.raw_bytes(cache.cpu()), helpers.raw_bytes(other))
+    assert torch.equal(helpers.raw_bytes(on("cpu", cache)), helpers.raw_bytes(other))
