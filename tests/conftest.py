@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An option of the compile tests; no search for garbage among half a million objects that collection makes and tests
-keep; and what the tests say at their end about those that were skipped: a line a reason, however many they are."""
+"""Options of tests that take samples; no search for garbage among half a million objects that collection makes and
+tests keep; and what the tests say at their end about those that were skipped: a line a reason, however many they are."""
 
 from __future__ import annotations
 
@@ -18,6 +18,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="tests/compile: every kernel of every deployment, and every row of the table in test_code.py; without it, "
         "a sample with every pair of options, and of kernels that only move bytes, of architectures but sm_90a, two",
     )
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="tests/contract: thrice as many wrong calls; tests/model: every bug in the order of Hopper's decode, not "
+        "every third; tests/runtime/test_verify.py: the reference of every example, not of one large one of each op",
+    )
+
+
+@pytest.fixture(scope="session")
+def thorough(pytestconfig: pytest.Config) -> bool:
+    return bool(pytestconfig.getoption("--thorough"))
 
 
 @pytest.hookimpl(wrapper=True)

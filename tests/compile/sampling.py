@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
+import pytest
+
 from cute_kernels.runtime.key import KernelKey
 
 
@@ -34,3 +36,12 @@ def all_pairs(keys: Sequence[KernelKey], known: Sequence[KernelKey] = ()) -> lis
         chosen.append(best)
         missing -= pairs(best)
     return chosen
+
+
+def of_run(keys: Sequence[KernelKey], config: pytest.Config) -> list[KernelKey]:
+    """Of each kernel and architecture, all keys with --every-kernel, and otherwise those that have every pair of
+    options that any has."""
+    if config.getoption("--every-kernel"):
+        return list(keys)
+    chosen = {key for of_kind in by_kind(keys).values() for key in all_pairs(of_kind)}
+    return [key for key in keys if key in chosen]

@@ -74,7 +74,7 @@ from cute_kernels.sparse_mla.mma_sync.prefill import (
 )
 from cute_kernels.sparse_mla.schedule import CLUSTERS
 from tests.compile.reports import RESERVED, compile_report, disassemble
-from tests.compile.sampling import all_pairs, by_kind
+from tests.compile.sampling import of_run
 
 FP8, BF16, E4M3 = FP8_DS_MLA.id, PLAIN_BF16.id, PLAIN_FP8.id
 HOPPER = "sm_90a"
@@ -651,10 +651,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Of a kernel's rows, those that have all pairs of options; with --every-kernel all."""
     if not {"row", "rows"} & {*metafunc.fixturenames}:
         return
-    keys = list(TABLE)
-    if not metafunc.config.getoption("--every-kernel"):
-        chosen = {key for of_kind in by_kind(TABLE).values() for key in all_pairs(of_kind)}
-        keys = [key for key in TABLE if key in chosen]
+    keys = of_run(list(TABLE), metafunc.config)
     if "row" in metafunc.fixturenames:
         metafunc.parametrize("row", [TABLE[key] for key in keys], ids=[key.identity for key in keys])
         return

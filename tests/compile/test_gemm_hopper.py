@@ -16,6 +16,7 @@ from cute_kernels.linear import select
 from cute_kernels.linear.hopper.gemm import REGISTERS, SCALED_CHUNKS, GemmKey
 from cute_kernels.runtime.arch import SMEM_BYTES
 from tests.compile.reports import RESERVED, compile_report
+from tests.compile.sampling import of_run
 
 KEYS = select.many_rows_keys("bf16")
 SPLITS = [key for key in select.many_rows_keys("bf16", may_split=True) if key not in KEYS]
@@ -37,7 +38,12 @@ OUTPUTS = [
 ]
 
 
-@pytest.mark.parametrize("key", [*KEYS, *SPLITS, *OUTPUTS, *SQUARES, *BF16], ids=name)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "key" in metafunc.fixturenames:
+        keys = of_run([*KEYS, *SPLITS, *OUTPUTS, *SQUARES, *BF16], metafunc.config)
+        metafunc.parametrize("key", keys, ids=name)
+
+
 def test_the_assembler_waits_for_no_product_on_its_own(key: GemmKey) -> None:
     """Where it cannot follow the accumulators, it waits after each instruction."""
     report = compile_report(key)
@@ -54,7 +60,6 @@ def test_the_assembler_waits_for_no_product_on_its_own(key: GemmKey) -> None:
     assert order == (together if key.depth > 1 else alone * SCALED_CHUNKS) + alone
 
 
-@pytest.mark.parametrize("key", [*KEYS, *SPLITS, *SQUARES, *BF16], ids=name)
 def test_roles_stay_within_their_registers(key: GemmKey) -> None:
     report = compile_report(key)
     if report.sass is None:

@@ -13,6 +13,7 @@ from cute_kernels.linear import launch as calls
 from cute_kernels.linear import select
 from cute_kernels.linear.hopper.gemm_swap_ab import SwapAbKey
 from tests.compile.reports import compile_report
+from tests.compile.sampling import of_run
 
 KEYS = list(
     dict.fromkeys(
@@ -25,7 +26,11 @@ KEYS = list(
 )
 
 
-@pytest.mark.parametrize("key", KEYS, ids=str)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "key" in metafunc.fixturenames:
+        metafunc.parametrize("key", of_run(KEYS, metafunc.config), ids=str)
+
+
 def test_weights_are_asked_for_before_the_kernel_ahead_has_ended(key: SwapAbKey) -> None:
     """Tokens and scales behind it."""
     ptx = compile_report(key).ptx

@@ -31,7 +31,7 @@ from layers.checkpoint import tensor_shapes
 from tests.layers.engine import CONFIG, KINDS
 
 Tensors = dict[str, torch.Tensor]
-WIDE = replace(CONFIG, o_groups=8)
+WIDE = replace(CONFIG, num_attention_heads=16, o_groups=8)
 SMALL_OPTIONS = {"max_model_len": 128, "max_num_tokens": 16}
 
 

@@ -11,7 +11,7 @@ import torch
 from layers import TensorParallel, random_layer_tensors
 from tests.layers.engine import CONFIG, KINDS, Engine, Request, hidden_rows, make_layer, relative, same_bytes
 
-WIDE = replace(CONFIG, o_groups=8)
+WIDE = replace(CONFIG, num_attention_heads=16, o_groups=8)
 
 
 @pytest.mark.parametrize("ratio", KINDS)
@@ -87,6 +87,6 @@ def test_the_profiling_run_sums_too() -> None:
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match=r"divisor of num_attention_heads = 16, got 3"):
-        make_layer(1, tp=TensorParallel(0, 3))
+        make_layer(1, config=WIDE, tp=TensorParallel(0, 3))
     with pytest.raises(ValueError, match=r"rank: expected 0 <= rank < size, got rank 2 of 2"):
         TensorParallel(2, 2)

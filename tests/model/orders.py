@@ -27,13 +27,14 @@ def recorder(program: Program) -> tuple[list[Record], Callable[[int], Record]]:
 def check(
     record: Record,
     schedules: int = 3,
-    more: int = 12,
+    more: int = 6,
     copies_are_fenced: bool = True,
     counts_versions: bool = True,
     votes_order: bool = False,
     unscoped: str = "",
 ) -> trace.Trace:
-    """Raises AssertionError with all that is wrong in some schedules with what is accessed, and `more` without.
+    """Raises AssertionError with all that is wrong in some schedules with what is accessed, and `more` without: in nine,
+    each way in which warps are slow meets each laziness.
 
     copies_are_fenced, votes_order, unscoped
                         see trace.make

@@ -79,17 +79,17 @@ def test_decode_by_two_pairs(laziness: float) -> None:
 
 
 def test_decode_deals_work_by_length() -> None:
-    """Twelve splits of four rows to four pairs of blocks, longest first, without those behind a row's end: the bits of
+    """Nine splits of four rows to four pairs of blocks, longest first, without those behind a row's end: the bits of
     pairs that have one each, and there, where nobody deals, empty ones are stored."""
-    dealt, apart = (Decode(decode_call([128, 0, 1, 64], [100, -1, 0, 65]), 64, True, 12, 3) for _ in range(2))
+    dealt, apart = (Decode(decode_call([128, 0, 1, 64], [100, -1, 0, 65]), 64, True, 9, 3) for _ in range(2))
     dealt.run(program(SPLIT_DECODE), SPLIT_DECODE.smem_bytes, pairs=4, seed=3)
-    apart.run(program(SPLIT_DECODE), SPLIT_DECODE.smem_bytes, pairs=48, seed=3)
+    apart.run(program(SPLIT_DECODE), SPLIT_DECODE.smem_bytes, pairs=36, seed=3)
     (out, lse), (want, want_lse) = dealt.results(), apart.results()
     tiles = torch.tensor([4, 0, 1, 3])
-    has_keys = (torch.arange(12)[:, None] * 3 < tiles)[:, :, None, None, None].expand_as(want)
+    has_keys = (torch.arange(9)[:, None] * 3 < tiles)[:, :, None, None, None].expand_as(want)
     assert torch.equal(out[has_keys], want[has_keys])
     assert torch.equal(lse, want_lse)
-    assert torch.isinf(lse).sum() == 64 * (48 - 4)
+    assert torch.isinf(lse).sum() == 64 * (36 - 4)
 
 
 def test_decode_deals_nothing_where_all_are_as_long() -> None:
@@ -178,17 +178,18 @@ IMPLIED = {
 """What a replay rightly does not find, as something else keeps the same order -> what does."""
 
 
-def missed(trace: Trace) -> tuple[int, list[mutations.Mutant]]:
-    """How many bugs were planted, and those that no replay finds."""
-    planted = list(mutations.mutants(trace, one_way=True))
+def missed(trace: Trace, every: int) -> tuple[int, list[mutations.Mutant]]:
+    """How many bugs were planted, every so manyth of all there are, and those that no replay finds."""
+    planted = list(mutations.mutants(trace, one_way=True))[::every]
     return len(planted), [mutant for mutant in planted if not mutations.problems(trace, mutant)]
 
 
 @pytest.mark.slow
-def test_bugs_in_the_order_of_decode_are_found() -> None:
-    count, found = missed(decode_trace())
+def test_bugs_in_the_order_of_decode_are_found(thorough: bool) -> None:
+    every = 1 if thorough else 3
+    count, found = missed(decode_trace(), every)
     assert {mutant.name for mutant in found} <= set(IMPLIED), [(mutant.op, mutant.name) for mutant in found]
-    assert count > 130
+    assert count > 130 // every
     assert len(found) <= 0.05 * count, [(mutant.op, mutant.name) for mutant in found]
 
 
