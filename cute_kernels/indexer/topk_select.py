@@ -63,6 +63,10 @@ CHOICES = (
     (ANY, 32768, PICKS // 2, (16, 8, 1, 16)),
     (133, 16384, ANY, (32, 8, 1, 8)),
     (MANY_ROWS, 24576, PICKS // 2, (16, 8, 1, 16)),
+    (MANY_ROWS, 22528, PICKS // 2, (8, 4, 1, 8)),
+    (MANY_ROWS, 20480, PICKS // 2, (16, 8, 1, 16)),
+    (MANY_ROWS, 18432, PICKS // 2, (8, 4, 1, 8)),
+    (MANY_ROWS, 16384, PICKS // 2, (16, 8, 1, 16)),
     (ANY, 16384, PICKS, (8, 4, 1, 8)),
     (ANY, 16384, ANY, (16, 8, 1, 8)),
 )
@@ -74,7 +78,8 @@ the first that fits. On an H100, k = 1024 where nothing else is said:
                         and 26.4; 80 x 20000 9.1 and 9.6
     (16, 8, 1, 16)      80 x 262144 41.6, by (32, 4, 1, 16) 44.9; 132 x 262144 63.3 and 61.2; 200 x 33000 17.7, by (16,
                         8, 1, 8) 18.9; on an H200 192 x 32768 15.5, by (8, 4, 1, 8) 15.3, but 11.4 and 13.1 if one row
-                        is long and the others are a sixteenth of it
+                        is long and the others are a sixteenth of it; also where the last of a row's tiles of 4096
+                        columns is at most half full: 192 x 22500 13.5, by (8, 4, 1, 8) 14.4 (20000: 12.9 and 12.3)
     (8, 4, 1, 8)        200 x 20000 13.6, by (16, 8, 1, 8) 14.8; k = 4096, 264 rows: 55 and 30"""
 
 MANY = (8, 4, 1, 8)

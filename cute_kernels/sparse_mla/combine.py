@@ -178,8 +178,9 @@ class CombineKernel:
         source = outs + row * outs_row + token * outs_token + head * outs_head + Int64(thread) * 16
         lse_row_at = lses + row * lses_row + token * lses_token + head * lses_head
         if const_expr(self.has_dependency):
-            cute.arch.griddepcontrol_wait()
+            # the product behind this kernel takes longer to begin than all that is done here
             cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
 
         if const_expr(quant is not None):
             # the table's row is asked for as soon as the position is there
