@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of tests that take samples; no search for garbage among half a million objects that collection makes and
-tests keep; and what the tests say at their end about those that were skipped: a line a reason, however many they are."""
+tests keep; and what the tests say at their end about those skipped: a line a reason, however many they are."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough",
         action="store_true",
-        help="tests/contract: thrice as many wrong calls; tests/model: every bug in the order of Hopper's decode, not "
-        "every third; tests/runtime/test_verify.py: the reference of every example, not of one large one of each op",
+        help="tests/model: every bug in the order of Hopper's decode, not every third; tests/runtime/test_verify.py: the "
+        "reference of every example, not of one large one of each op",
     )
 
 

@@ -20,10 +20,8 @@ from cute_kernels.runtime.contract import is_cache
 from cute_kernels.runtime.ops import Op
 from tests.contract import arguments, public
 
-CALLS = 330
-FUNCTION_CALLS = 100
-"""Wrong calls of each op and function; with --thorough three times as many."""
-
+CALLS = 1000
+FUNCTION_CALLS = 300
 EXAMPLES = 4
 """Good calls of each op that are changed, the smallest of those it is verified with that write something."""
 
@@ -114,22 +112,21 @@ def run(function: Callable[[], object], values: Sequence[Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", sorted(registry.all_ops()))
-def test_wrong_arguments_of_ops(name: str, thorough: bool) -> None:
+def test_wrong_arguments_of_ops(name: str) -> None:
     op = registry.all_ops()[name]
     assert op.call is not None
     is_scalar = ["Tensor" not in str(argument.type) for argument in op.overload._schema.arguments]
     draw = random.Random(name)
     calls = good_calls(op)
     accepted, refused = 0, 0
-    count = 3 * CALLS if thorough else CALLS
-    for number in range(count):
+    for number in range(CALLS):
         args = arguments.mistaken(draw, verify.clone_arguments(calls[number % len(calls)], CPU), is_scalar)
         if accepted < RUNS or not passes(op, args):
             if run(partial(op.call, op.call_type(*args)), args):
                 refused += 1
             else:
                 accepted += 1
-    assert refused > count // 4
+    assert refused > CALLS // 4
 
 
 def passes(op: Op, args: Sequence[Any]) -> bool:
@@ -141,13 +138,13 @@ def passes(op: Op, args: Sequence[Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", sorted(public.functions()))
-def test_wrong_arguments_of_functions(name: str, thorough: bool) -> None:
+def test_wrong_arguments_of_functions(name: str) -> None:
     function, op = public.functions()[name]
     is_scalar = public.scalars_of(function)
     draw = random.Random(name)
     calls = [call for call in good_calls(op) if public.named(function, op, call, True) is not None]
     accepted, refused = 0, 0
-    for number in range(3 * FUNCTION_CALLS if thorough else FUNCTION_CALLS):
+    for number in range(FUNCTION_CALLS):
         call = verify.clone_arguments(calls[number % len(calls)], CPU)
         values = public.named(function, op, call, draw.random() < 0.7)
         assert values is not None
