@@ -282,7 +282,7 @@ def packs() -> Iterator[Row]:
     before one is stored."""
     loads = {16: r"v4\.b32", 8: r"b64", 4: r"b32"}
     stores = {16: STORE_16, 8: STORE_8, 4: r"st\.global\.b32"}
-    for arch, unit, is_unpack in itertools.product((HOPPER, "sm_80"), pack.UNITS, (False, True)):
+    for arch, unit, is_unpack in (*itertools.product((HOPPER,), pack.UNITS, (False, True)), ("sm_80", 8, False)):
         each = pack.EACH[unit]
         ptx = {
             r"ld\.relaxed\.cta\.global\.b64": each,
@@ -294,7 +294,7 @@ def packs() -> Iterator[Row]:
 
 def keys() -> Iterator[Row]:
     """As many as a multiprocessor takes."""
-    for arch in (HOPPER, "sm_80", "sm_120a"):
+    for arch in (HOPPER, "sm_80"):
         ptx = {r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.b32": 2, STORE_8: 1} | waits(arch)
         yield Row(picked_keys.PickedKeysKey(arch), 32, ptx, absent=DIVISIONS, threads=picked_keys.THREADS)
 
@@ -302,7 +302,7 @@ def keys() -> Iterator[Row]:
 def merges() -> Iterator[Row]:
     """All keys of a round are on their way before one is used; the network has as many shuffles as steps within warps,
     for each place of a thread."""
-    for arch, places, width in ((HOPPER, 512, 2), (HOPPER, 1024, 2), (HOPPER, 2048, 1), ("sm_80", 512, 2)):
+    for arch, places, width in ((HOPPER, 512, 2), (HOPPER, 2048, 1), ("sm_80", 1024, 2)):
         for key in merge_keys.keys_of(arch, places, width):
             shuffles = sum(distance < 32 for _, distance in merge_keys.network(places)) * places // (32 * key.warps)
             loads = {r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.(?:v4\.b32|b64)": key.each // width}
