@@ -21,8 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough",
         action="store_true",
-        help="tests/model: every bug in the order of Hopper's decode, not every third; tests/runtime/test_verify.py: the "
-        "reference of every example, not of one large one of each op",
+        help="tests/model: every bug in the order of Hopper's decode, not every third; tests/runtime/test_verify.py: "
+        "the reference of every example, not of one large one of each op",
     )
 
 
