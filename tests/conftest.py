@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of tests that take samples; no search for garbage among half a million objects that collection makes and
-tests keep; and what the tests say at their end about those skipped: a line a reason, however many they are."""
+tests keep; and what the tests say at their end about those that were skipped: a line a reason, however many."""
 
 from __future__ import annotations
 

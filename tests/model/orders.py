@@ -33,8 +33,8 @@ def check(
     votes_order: bool = False,
     unscoped: str = "",
 ) -> trace.Trace:
-    """Raises AssertionError with all that is wrong in some schedules with what is accessed, and `more` without: in
-    nine, each way in which warps are slow meets each laziness.
+    """Raises AssertionError with all that is wrong in some schedules with what is accessed, and `more` without. In nine
+    each way in which warps are slow meets each laziness.
 
     copies_are_fenced, votes_order, unscoped
                         see trace.make
