@@ -5,9 +5,12 @@ Importing this package needs no GPU and compiles nothing.
 """
 
 from cute_kernels.compressor.ops import (
+    compress_latent,
     compress_norm_rope_store,
     fused_compress_norm_rope_store,
     get_compressed_slot_mapping,
+    k_norm_rope_store,
+    rope_quant_insert,
     save_partial_states,
 )
 from cute_kernels.indexer.ops import (
@@ -19,6 +22,8 @@ from cute_kernels.indexer.ops import (
     score_top_k_decode,
     score_top_k_prefill,
     score_top_k_workspace_size,
+    select_candidate_blocks,
+    select_candidate_blocks_workspace_size,
     top_k_per_row_decode,
     top_k_per_row_prefill,
 )
@@ -68,6 +73,7 @@ __all__ = [
     "build_flashinfer_mixed_sparse_indices",
     "build_step_metadata",
     "combine_topk_swa_indices",
+    "compress_latent",
     "compress_norm_rope_store",
     "compute_decode_swa_indices",
     "compute_global_topk_indices_and_lens",
@@ -86,6 +92,7 @@ __all__ = [
     "fused_qkv_insert_compress",
     "fused_qkv_insert_compress_index",
     "get_compressed_slot_mapping",
+    "k_norm_rope_store",
     "merge_attention_states",
     "mqa_logits",
     "mtp_shared_head_rmsnorm",
@@ -93,10 +100,13 @@ __all__ = [
     "pack_block_scales",
     "paged_mqa_logits",
     "quantize_and_insert_k_cache",
+    "rope_quant_insert",
     "save_partial_states",
     "score_top_k_decode",
     "score_top_k_prefill",
     "score_top_k_workspace_size",
+    "select_candidate_blocks",
+    "select_candidate_blocks_workspace_size",
     "sparse_mla_decode",
     "sparse_mla_decode_workspace_size",
     "sparse_mla_mixed",

@@ -10,8 +10,8 @@ import torch
 
 from cute_kernels import numerics
 from cute_kernels.formats import FORMATS, INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4, INDEXER_MXFP4_WIDE, ROPE_DIM
-from cute_kernels.indexer.chunks import row_bytes
-from cute_kernels.numerics import E2M1_ROUNDINGS
+from cute_kernels.indexer.chunks import CANDIDATE_BLOCK, LENGTH_COLUMNS, candidate_columns, row_bytes
+from cute_kernels.numerics import CACHE_FLOOR, E2M1_FLOOR, E2M1_ROUNDINGS
 from cute_kernels.paging import entries_to_slots
 from cute_kernels.runtime.verify import Example, clone_arguments, raw_memory, same_bytes
 
@@ -68,8 +68,8 @@ def query_fp8() -> Iterator[Example]:
 
 
 def query_mxfp4() -> Iterator[Example]:
-    """fused_indexer_q_rope_quant_mxfp4(positions, index_q, table, weights, 2 factors, rounding, hadamard, 3 outputs,
-    round_weights, use_pdl)"""
+    """fused_indexer_q_rope_quant_mxfp4(positions, index_q, table, weights, 2 factors, rounding, floor, hadamard, 3
+    outputs, round_weights, use_pdl)"""
     for tokens, heads, *are_bf16 in _QUERIES:
         for rounding in E2M1_ROUNDINGS:
             for hadamard in (False, True):
@@ -78,7 +78,9 @@ def query_mxfp4() -> Iterator[Example]:
                 out = _poisoned(tokens, heads + 4, dtype=torch.bfloat16 if are_bf16[0] else torch.float32)[:, :heads]
                 inputs = _inputs(tokens, heads, *are_bf16)
                 name = f"{tokens} tokens, {heads} heads, {rounding}" + ", Hadamard" * hadamard
-                yield Example(name, (*inputs, 0.3, 0.7, rounding, hadamard, codes, scales, out, not hadamard, hadamard))
+                codes_of = rounding, E2M1_FLOOR if rounding == "ties_to_even" and not hadamard else CACHE_FLOOR
+                results = codes, scales, out
+                yield Example(name, (*inputs, 0.3, 0.7, *codes_of, hadamard, *results, not hadamard, hadamard))
 
 
 def gather() -> Iterator[Example]:
@@ -434,12 +436,111 @@ def score_top_k_decode() -> Iterator[Example]:
 
 
 def _agree_indices(got: Sequence[Any], want: Sequence[Any]) -> str:
+    return _agree_picks(got[_OUT], want[_OUT])
+
+
+def _agree_picks(picks: torch.Tensor, expected: torch.Tensor) -> str:
     """ "", or which row of picks differs. The workspace may hold anything."""
-    picks, expected = got[_OUT], want[_OUT]
     if same_bytes(raw_memory(picks), raw_memory(expected)):
         return ""
     rows = (picks != expected).any(1).nonzero()[:, 0].tolist()
     return f"out: other picks in rows {rows[:5]}" if rows else "memory outside of the picks was written"
+
+
+# ---- candidate blocks
+
+_BLOCKS = ((1, 1, 1300, 64), (5, 2, 9000, 256), (7, 1, 40000, 2048), (3, 1, 500, 256), (70, 1, 20000, 512))
+"""(requests, rows of each, columns, blocks)"""
+
+
+def select_blocks() -> Iterator[Example]:
+    """select_candidate_blocks(logits, seq_lens, out, workspace)"""
+    for requests, next_n, columns, blocks in _BLOCKS:
+        rows = requests * next_n
+        g = torch.Generator().manual_seed(rows + columns)
+        lens = torch.randint(-9, columns + 9, (requests, next_n), generator=g).int()
+        lens[0, 0] = columns - 3
+        size = rows * row_bytes(-(-columns // CANDIDATE_BLOCK) + LENGTH_COLUMNS)
+        workspace = torch.full((size // 4,), torch.nan)
+        name = f"{blocks} blocks of {columns} columns, {rows} rows"
+        yield Example(name, (_scores(rows, columns), lens, _out(rows, blocks)[:rows, 1:-2], workspace), _agree_blocks)
+
+
+def _agree_blocks(got: Sequence[Any], want: Sequence[Any]) -> str:
+    return _agree_picks(got[2], want[2])
+
+
+def candidates_of(g: torch.Generator, lengths: torch.Tensor, blocks: int) -> torch.Tensor:
+    """int32 [rows, blocks]: random blocks of rows that see so many keys, the newest among them."""
+    found = torch.full((lengths.numel(), blocks), -1, dtype=torch.int32)
+    for row, length in enumerate(lengths.clamp(min=0).reshape(-1).tolist()):
+        count = -(-length // CANDIDATE_BLOCK)
+        if count:
+            some = torch.randperm(count - 1, generator=g)[: blocks - 1]
+            found[row, : some.shape[0] + 1] = torch.cat([some.sort().values, torch.tensor([count - 1])]).int()
+    return found
+
+
+_CANDIDATES_DECODE = (
+    (1, 1, 32, 64, 20, 16, 1),
+    (9, 1, 32, 64, 100, 32, 4),
+    (5, 2, 64, 32, 512, 80, 2),
+    (4, 6, 32, 16, 16, 8, 4),
+    (40, 1, 32, 64, 64, 128, 40),
+)
+"""(requests, rows of each, heads, keys of a page, k, candidate blocks, requests that fit into the workspace)"""
+
+
+def score_candidates_decode() -> Iterator[Example]:
+    """score_candidates_decode(q, q_scale, kv_cache, weights, context_lens, block_tables, candidates, max_model_len,
+    kv_format, out, workspace)"""
+    for requests, next_n, heads, page_rows, k, blocks, fit in _CANDIDATES_DECODE:
+        g = torch.Generator().manual_seed(requests + next_n)
+        pages, columns = 40, 1500
+        pool = INDEXER_FP8.allocate(pages, page_rows)
+        slots = torch.arange(pages * page_rows)
+        scale = _choice(g, [0.5, 1.0, 2.0], len(slots), 1).view(torch.uint8)
+        INDEXER_FP8.write_fields(
+            pool, page_rows, slots, _small_codes(g, len(slots), INDEX_DIM).view(torch.uint8), scale
+        )
+        table = torch.randint(-2, pages + 2, (requests, 1400 // page_rows), generator=g).int()
+        lens = torch.randint(-9, columns + 9, (requests, next_n), generator=g).int()
+        lens[0, 0] = 1203
+        candidates = candidates_of(g, lens.clamp(max=columns), blocks)
+        inputs = _small_codes(g, requests, next_n, heads, INDEX_DIM), None, pool
+        weights = _choice(g, [0.0, 1.0, -1.0, 0.5], requests * next_n, heads)
+        results = _results(requests * next_n, k, fit * next_n * row_bytes(candidate_columns(blocks)))
+        rows = f"{requests} requests of {next_n} rows"
+        name = f"{rows}, {heads} heads, {k} picks of {blocks} blocks, pages of {page_rows}"
+        arguments = (*inputs, weights, lens, table, candidates, columns, INDEXER_FP8.id, *results)
+        yield Example(name, arguments, _agree_candidates)
+
+
+_CANDIDATES_PREFILL = ((1, 32, 900, 0, 64, 16), (37, 64, 1300, 0, 100, 40), (9, 32, 700, 300, 7, 4))
+"""(rows, heads, keys, columns of the compressed form, k, candidate blocks)"""
+
+
+def score_candidates_prefill() -> Iterator[Example]:
+    """score_candidates_prefill(q, q_scale, k, k_scale, weights, start, end, candidates, max_seqlen_k, out,
+    workspace)"""
+    for rows, heads, keys, columns, k, blocks in _CANDIDATES_PREFILL:
+        g = torch.Generator().manual_seed(rows + keys)
+        scale = _choice(g, [0.5, 1.0, 2.0], keys)
+        start = torch.randint(0, keys // 2, (rows,), generator=g)
+        end = start + torch.randint(-9, keys + 9, (rows,), generator=g)
+        start[0], end[0] = 0, keys
+        lengths = end.clamp(max=keys) - start
+        candidates = candidates_of(g, lengths.clamp(max=columns) if columns else lengths, blocks)
+        inputs = _small_codes(g, rows, heads, INDEX_DIM), None, _small_codes(g, keys, INDEX_DIM), scale
+        weights = _choice(g, [0.0, 1.0, -1.0, 0.5], rows, heads)
+        results = _results(rows, k, rows * row_bytes(candidate_columns(blocks)))
+        name = f"{rows} rows, {heads} heads, {k} picks of {blocks} blocks of {keys} keys, {columns} columns"
+        arguments = (*inputs, weights, start.int(), end.int(), candidates, columns, *results)
+        yield Example(name, arguments, _agree_candidates)
+
+
+def _agree_candidates(got: Sequence[Any], want: Sequence[Any]) -> str:
+    return _agree_picks(got[9], want[9])
 
 
 SOAK = {"top_k_per_row_prefill": soak_top_k}
@@ -453,6 +554,9 @@ EXAMPLES = {
     "top_k_per_row_decode": top_k_decode,
     "mqa_logits": logits,
     "paged_mqa_logits": paged_logits,
+    "score_candidates_decode": score_candidates_decode,
+    "score_candidates_prefill": score_candidates_prefill,
     "score_top_k_prefill": score_top_k_prefill,
     "score_top_k_decode": score_top_k_decode,
+    "select_candidate_blocks": select_blocks,
 }
