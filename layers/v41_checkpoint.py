@@ -76,7 +76,9 @@ def expand_tensors(config: DeepseekV41Config, layer_index: int, tensors: Tensors
                 raise CheckpointError(f"{where}: {linear}: FP8 weight without {linear}.scale")
             blocks = tuple(-(-n // V41_WEIGHT_BLOCK) for n in shape)
             if tuple(scale.shape) != blocks:
-                raise CheckpointError(f"{where}: {linear}.scale: expected shape {list(blocks)}, got {list(scale.shape)}")
+                raise CheckpointError(
+                    f"{where}: {linear}.scale: expected shape {list(blocks)}, got {list(scale.shape)}"
+                )
             if not bool((scale.isfinite() & (scale > 0)).all()):
                 raise CheckpointError(f"{where}: {linear}.scale: expected finite scales above 0")
             stored += scale.numel()
@@ -90,9 +92,7 @@ def expand_tensors(config: DeepseekV41Config, layer_index: int, tensors: Tensors
     return found, WeightBytes(stored, sum(tensor.nbytes for tensor in found.values()))
 
 
-def read_v41_layer_tensors(
-    directory: str | Path, layer_index: int, config: DeepseekV41Config | None = None
-) -> Tensors:
+def read_v41_layer_tensors(directory: str | Path, layer_index: int, config: DeepseekV41Config | None = None) -> Tensors:
     """All tensors of `layers.N.attn.` of a checkpoint, as `read_layer_tensors` reads those of V4."""
     return read_tensors(directory, layer_index, {} if config is None else v41_tensor_shapes(config, layer_index))
 

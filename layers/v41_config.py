@@ -59,13 +59,17 @@ class DeepseekV41Config(AttentionConfig):
             fits = layers == tuple(sorted(set(layers))) and set(layers) <= set(reading)
             require(fits, name, "ascending layers of ratio 1 or 2", layers)
         sources, selecting = self.kv_source_layer_ids, self.index_source_layer_ids
-        require(set(sources) <= set(selecting), "index_source_layer_ids", f"all sources {sources} among them", selecting)
+        require(
+            set(sources) <= set(selecting), "index_source_layer_ids", f"all sources {sources} among them", selecting
+        )
         for layer in reading:
             expected = f"a source at or before layer {layer}"
             require(bool(sources) and sources[0] <= layer, "kv_source_layer_ids", expected, sources)
             source = self.source_of(layer)
             same = ratios[source] == ratios[layer]
-            require(same, "compress_ratios", f"{ratios[source]} of layer {layer}, as its source {source}", ratios[layer])
+            require(
+                same, "compress_ratios", f"{ratios[source]} of layer {layer}, as its source {source}", ratios[layer]
+            )
         candidate = self.candidate_source_layer_id
         require(candidate in sources, "candidate_source_layer_id", f"one of the sources {sources}", candidate)
         block, blocks = self.candidate_block_size, self.candidate_topk_blocks
@@ -116,8 +120,8 @@ class DeepseekV41Config(AttentionConfig):
         return cls(**values)
 
     def reduced(self) -> DeepseekV41Config:
-        """All kinds of layers in seven, at a width that a laptop runs in seconds; of a few hundred tokens, selections of
-        both ratios leave entries out, and so do candidate blocks."""
+        """All kinds of layers in seven, at a width that a laptop runs in seconds. Of a few hundred tokens, selections
+        of both ratios leave entries out, and so do candidate blocks."""
         return replace(
             self,
             hidden_size=512,

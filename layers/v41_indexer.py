@@ -196,9 +196,7 @@ class V41Indexer(torch.nn.Module):
         rows = slice(m.query_start_loc_cpu[first], m.query_start_loc_cpu[last])
         starts = entries.key_starts[first - m.num_decodes : last - m.num_decodes + 1]
         skipped = starts[:1]
-        starts, row_starts, row_ends = (
-            x - skipped for x in (starts, entries.row_starts[rows], entries.row_ends[rows])
-        )
+        starts, row_starts, row_ends = (x - skipped for x in (starts, entries.row_starts[rows], entries.row_ends[rows]))
         codes = torch.empty(total, 64 if self.use_fp4 else 128, dtype=torch.uint8, device=device)
         scales = torch.empty(total, 4, dtype=torch.uint8, device=device)
         cp_gather_indexer_k_quant_cache(
@@ -241,9 +239,7 @@ class V41Indexer(torch.nn.Module):
             )
             self._pick(logits, entries.visible[part], picks[part], candidates[part])
 
-    def _pick(
-        self, logits: torch.Tensor, visible: torch.Tensor, picks: torch.Tensor, candidates: torch.Tensor
-    ) -> None:
+    def _pick(self, logits: torch.Tensor, visible: torch.Tensor, picks: torch.Tensor, candidates: torch.Tensor) -> None:
         """The best entries and the best blocks of rows with scores, for which column j is entry j."""
         lengths, k = visible[:, None], picks.shape[1]
         top_k_per_row_decode(logits, 1, lengths, picks, logits.shape[0], logits.stride(0), logits.stride(1), k)

@@ -124,7 +124,10 @@ def late_rows(
     replay_start           of the late layers so far; None: new requests
     most                   rows of a prefill request that they run
     """
-    kept, starts, numbers, first = [], [], [], 0
+    kept: list[int] = []
+    starts: list[int] = []
+    numbers: list[int] = []
+    first = 0
     for request, (rows, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
         count = rows if request < num_decodes else min(rows, most)
         before = 0 if replay_start is None else replay_start[request]
