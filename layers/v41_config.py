@@ -26,6 +26,12 @@ consumer       takes the selection of the layer before that selects
 """
 
 
+def is_v41(raw: dict[str, Any]) -> bool:
+    """Whether a parsed config.json is V4.1's: its own model_type says so, or that of its text_config."""
+    text = raw.get("text_config")
+    return MODEL_TYPE in (raw.get("model_type"), text.get("model_type") if isinstance(text, dict) else None)
+
+
 @dataclass(frozen=True)
 class DeepseekV41Config(AttentionConfig):
     """Dimensions of V4.1's attention layers.
@@ -105,8 +111,7 @@ class DeepseekV41Config(AttentionConfig):
         ratios must be there."""
         text = raw.get("text_config")
         require(text is None or isinstance(text, dict), "text_config", "an object", text)
-        kinds = [part["model_type"] for part in (raw, text or {}) if part.get("model_type") is not None]
-        require(MODEL_TYPE in kinds, "model_type", f"'{MODEL_TYPE}'", kinds[0] if kinds else None)
+        require(is_v41(raw), "model_type", f"'{MODEL_TYPE}'", raw.get("model_type"))
         raw = text or raw
         values = dimensions(raw)
         for name in ("candidate_source_layer_id", "candidate_topk_blocks", "candidate_block_size"):
