@@ -1107,11 +1107,18 @@ def _cost_select_blocks(call: SelectBlocksCall) -> Cost:
     return Cost(bytes=4 * int(scored.sum()) + nbytes(call.seq_lens, call.out))
 
 
+def _select_blocks_kernel() -> OpKernel[SelectBlocksCall]:
+    from cute_kernels.indexer.block_maxima import KERNEL
+
+    return KERNEL
+
+
 _select_blocks = define_op(
     "select_candidate_blocks(Tensor logits, Tensor seq_lens, Tensor(a!) out, Tensor(b!) workspace) -> ()",
     SelectBlocksCall,
     check=_check_select_blocks,
     reference=reference.select_candidate_blocks,
+    kernel=_select_blocks_kernel,
     cost=_cost_select_blocks,
 )
 
