@@ -77,9 +77,9 @@ class LatentKernel:
     address and page stride of the rings, rows of one and of all; use_pdl, stream)."""
 
     def __init__(self, key: LatentKey) -> None:
-        self.ratio, self.early = key.ratio, key.early
+        self.ratio, self.early, self.through_l1 = key.ratio, key.early, key.through_l1
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
-        self.name = f"compress_latent_r{key.ratio}" + "_early" * key.early
+        self.name = f"compress_latent_r{key.ratio}" + "_early" * key.early + "_l1" * key.through_l1
 
     @cute.jit
     def __call__(
@@ -176,7 +176,7 @@ class LatentKernel:
 
     def load_half(self, start: Any) -> list[Any]:
         """A lane's columns of half a row, as words."""
-        return [word for i in range(VECTORS) for word in ptx.load_global_128_in_order(start + 512 * i)]
+        return [word for i in range(VECTORS) for word in ptx.load_global_128_in_order(start + 512 * i, self.through_l1)]
 
     def load_row(self, start: Any) -> list[Any]:
         """A lane's columns of a row, of its kv half and then of its gate half, as words."""
@@ -221,14 +221,16 @@ class LatentKernel:
 class LatentKey(KernelKey):
     """What distinguishes one compiled kernel from another.
 
-    ratio   1 or 2
-    early   of ratio 2: whether rows are asked for before their numbers have come
+    ratio         1 or 2
+    early         of ratio 2: whether rows are asked for before their numbers have come
+    through_l1    whether rows may go through L1
     """
 
     kernel_name: ClassVar[str] = "compressor.latent"
-    tuning: ClassVar[tuple[str, ...]] = ("early",)
+    tuning: ClassVar[tuple[str, ...]] = ("early", "through_l1")
     ratio: int = 1
     early: bool = False
+    through_l1: bool = False
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -242,7 +244,8 @@ class LatentKey(KernelKey):
 
 def key_for(arch: str, ratio: int, rows: int) -> LatentKey:
     """The kernel of calls of so many rows."""
-    return LatentKey(arch, ratio, early=ratio == 2 and rows <= FEW_ROWS)
+    is_few = rows <= FEW_ROWS
+    return LatentKey(arch, ratio, early=ratio == 2 and is_few, through_l1=not is_few)
 
 
 def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[LatentKey]:

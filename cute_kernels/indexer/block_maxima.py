@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel of select_candidate_blocks: the largest score of each block of eight keys, whose best topk.py then picks.
 
-    a warp's piece of a row       PIECE columns, VECTORS times 128 of them
+    a warp's piece of a row       VECTORS times 128 columns
     lane, of each 128             columns 4 * lane .. + 3, half a block
     behind the exchange           even lanes have the blocks of the first, third, ... 128, odd ones those of the others
 
@@ -39,9 +39,6 @@ WARPS = 4
 VECTORS = 8
 """Of four columns that a lane has: 4 KB of a warp are under way at once."""
 
-PIECE = 128 * VECTORS
-"""Columns of a warp."""
-
 
 class Rows(NamedTuple):
     """What the kernel takes, in plain numbers; strides in bytes.
@@ -73,6 +70,7 @@ class BlockMaximaKernel:
     selected; stream)."""
 
     def __init__(self, key: BlockMaximaKey) -> None:
+        self.vectors, self.piece = key.vectors, 128 * key.vectors
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
 
     @cute.jit
@@ -93,7 +91,7 @@ class BlockMaximaKernel:
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix("block_maxima", remove_cutlass_symbol=True, keep_mangled_name=False)
-        pieces = cutlass.max(cute.ceil_div(columns, PIECE), Int32(1))
+        pieces = cutlass.max(cute.ceil_div(columns, self.piece), Int32(1))
         divisor = cute.fast_divmod_create_divisor_v2
         where = lengths, lengths_request, lengths_token, divisor(tokens)
         units = rows * pieces
@@ -123,7 +121,7 @@ class BlockMaximaKernel:
         maxima = rows.maxima + Int64(row) * rows.maxima_stride
         is_first = (piece == 0) & (lane == 0) & (unit < rows.units)
         ptx.store_global_s32(maxima + Int64(rows.blocks) * 4, count, is_first)
-        first = piece * PIECE
+        first = piece * self.piece
         if (unit < rows.units) & (first < length) & (count > rows.selected):
             self.reduce(rows.scores + Int64(row) * rows.stride, first, length, count, maxima, lane)
 
@@ -133,12 +131,13 @@ class BlockMaximaKernel:
         column = first + lane * 4
         source = scores + Int64(column) * 4
         words = [
-            ptx.load_global_128_cached_where(column + (128 * i + 4) <= length, source + 512 * i) for i in range(VECTORS)
+            ptx.load_global_128_cached_where(column + (128 * i + 4) <= length, source + 512 * i)
+            for i in range(self.vectors)
         ]
         found = [self.largest(four) for four in words]
-        if first + PIECE > length:
+        if first + self.piece > length:
             # the vector that the row's end cuts: what is missing counts as NaN
-            for i in range_constexpr(VECTORS):
+            for i in range_constexpr(self.vectors):
                 cut = []
                 for j in range_constexpr(4):
                     at = column + (128 * i + j)
@@ -146,7 +145,7 @@ class BlockMaximaKernel:
                     cut.append(ptx.load_global_s32_where(is_cut, source + (512 * i + 4 * j)))
                 found[i] = ptx.max_f32(found[i], self.largest(cut))
         is_odd = lane & 1 == 1
-        for i in range_constexpr(0, VECTORS, 2):
+        for i in range_constexpr(0, self.vectors, 2):
             own = found[i + 1] if is_odd else found[i]
             sent = found[i] if is_odd else found[i + 1]
             best = ptx.max_f32(own, cute.arch.shuffle_sync_bfly(sent, 1))
@@ -162,9 +161,12 @@ class BlockMaximaKernel:
 
 @dataclass(frozen=True)
 class BlockMaximaKey(KernelKey):
-    """There is one kernel of an architecture."""
+    """What distinguishes one compiled kernel from another: vectors of four columns that a lane has at once, of a
+    piece of 128 times as many columns."""
 
     kernel_name: ClassVar[str] = "indexer.block_maxima"
+    tuning: ClassVar[tuple[str, ...]] = ("vectors",)
+    vectors: int = VECTORS
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -204,8 +206,9 @@ def why_not(call: SelectBlocksCall) -> str:
             f"rows of logits must be 16-byte aligned, got address {logits.data_ptr():#x} and strides "
             f"{tuple(logits.stride())}"
         )
-    if logits.shape[0] * (logits.shape[1] // PIECE + 1) >= 2**31:
-        return f"there must be fewer than 2^31 pieces of {PIECE} scores, got logits of shape {list(logits.shape)}"
+    piece = 128 * VECTORS
+    if logits.shape[0] * (logits.shape[1] // piece + 1) >= 2**31:
+        return f"there must be fewer than 2^31 pieces of {piece} scores, got logits of shape {list(logits.shape)}"
     maxima = maxima_of(call)
     return topk_select.why_not(maxima[:, : maxima.shape[1] - LENGTH_COLUMNS], logits.shape[0], call.out.shape[1])
 

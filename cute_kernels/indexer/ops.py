@@ -1033,6 +1033,12 @@ def _validate_score_candidates_decode(call: CandidatesDecodeCall) -> None:
     _validate_candidates("score_candidates_decode", call.candidates, lengths)
 
 
+def _score_candidates_decode_kernel() -> OpKernel[CandidatesDecodeCall]:
+    from cute_kernels.indexer.candidates import KERNEL
+
+    return KERNEL
+
+
 _score_candidates_decode = define_op(
     "score_candidates_decode(Tensor q, Tensor? q_scale, Tensor kv_cache, Tensor weights, Tensor context_lens, "
     "Tensor block_tables, Tensor candidates, SymInt max_model_len, str kv_format, Tensor(a!) out, "
@@ -1040,6 +1046,7 @@ _score_candidates_decode = define_op(
     CandidatesDecodeCall,
     check=_check_score_candidates_decode,
     reference=reference.score_candidates_decode,
+    kernel=_score_candidates_decode_kernel,
     cost=_cost_score_candidates_decode,
     validate=_validate_score_candidates_decode,
 )
