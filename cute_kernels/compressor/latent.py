@@ -20,11 +20,12 @@ from typing import Any, ClassVar, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
-from cutlass.cute.runtime import make_fake_stream
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.compressor.call import LatentCall
 from cute_kernels.dsl import convert, ptx, reduce
+from cute_kernels.dsl.tensor import address
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.models import ModelConfig, latent_ratios
 from cute_kernels.runtime.arch import arch_number, arch_of
@@ -72,8 +73,8 @@ class Rows(NamedTuple):
 
 
 class LatentKernel:
-    """Entry point: (address and row stride of the projections, address of the norm's weight, address and row stride of
-    the latents, eps, rows; addresses of positions, slots, requests of the rows and their starts, number of requests;
+    """Entry point: (weight of the norm, address and row stride of the projections, address and row stride of the
+    latents, eps, rows; addresses of positions, slots, requests of the rows and their starts, number of requests;
     address and page stride of the rings, rows of one and of all; use_pdl, stream)."""
 
     def __init__(self, key: LatentKey) -> None:
@@ -84,9 +85,9 @@ class LatentKernel:
     @cute.jit
     def __call__(
         self,
+        weight: cute.Tensor,
         kv_score: Int64,
         row_stride: Int64,
-        weight: Int64,
         out: Int64,
         out_stride: Int64,
         eps: Float32,
@@ -105,7 +106,7 @@ class LatentKernel:
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         divisor = cute.fast_divmod_create_divisor_v2(ring)
-        latents = weight, out, out_stride, eps, count
+        latents = address(weight), out, out_stride, eps, count
         step = positions, slots, owners, starts, requests
         rows = Rows(kv_score, row_stride, *latents, *step, state, page_stride, divisor, capacity)
         self.kernel(rows).launch(
@@ -237,7 +238,8 @@ class LatentKey(KernelKey):
         return "ld.global.128", *(("ex2", "st.global.128") if self.ratio == 2 else ())
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        latents = (*(Int64(0) for _ in range(5)), Float32(0), Int32(1))
+        weight = make_fake_tensor(BFloat16, (HEAD_DIM,), stride=(1,))
+        latents = (weight, *(Int64(0) for _ in range(4)), Float32(0), Int32(1))
         numbers = *(Int64(0) for _ in range(4)), Int32(0), Int64(0), Int64(0), Int32(1), Int32(0), Boolean(False)
         return LatentKernel(self), (*latents, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
@@ -295,9 +297,9 @@ def launch(call: LatentCall) -> None:
     launch_key(
         _key(call.out.device.index, call.compress_ratio, count <= FEW_ROWS),
         call.out.device.index,
+        call.norm_weight,
         call.kv_score.data_ptr(),
         call.kv_score.stride(0) * 4,
-        call.norm_weight.data_ptr(),
         call.out.data_ptr(),
         call.out.stride(0) * 2,
         call.eps,

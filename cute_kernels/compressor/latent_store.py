@@ -17,11 +17,12 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, range_constexpr
-from cutlass.cute.runtime import make_fake_stream
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.compressor import epilogue
 from cute_kernels.compressor.call import KeyStoreCall, RopeInsertCall
 from cute_kernels.dsl import convert, ptx, reduce, transforms
+from cute_kernels.dsl.tensor import address, length
 from cute_kernels.formats import FORMATS, FP8_DS_MLA, INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4, ROPE_DIM
 from cute_kernels.models import ModelConfig, latent_ratios
 from cute_kernels.numerics import E2M1_FLOOR
@@ -49,7 +50,7 @@ class Rows(NamedTuple):
 
 
 class LatentStoreKernel:
-    """Entry point: (address and row stride of the rows, their number, addresses of positions and slots, ratio;
+    """Entry point: (slots, address and row stride of the rows, address of their positions, ratio;
     epilogue.numbers; use_pdl, stream)."""
 
     def __init__(self, key: LatentStoreKey) -> None:
@@ -64,11 +65,10 @@ class LatentStoreKernel:
     @cute.jit
     def __call__(
         self,
+        slots: cute.Tensor,
         rows: Int64,
         stride: Int64,
-        count: Int32,
         positions: Int64,
-        slots: Int64,
         ratio: Int32,
         pool: Int64,
         page_stride: Int64,
@@ -86,7 +86,8 @@ class LatentStoreKernel:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         angles = table, table_stride, table_rows
         cache = epilogue.make_cache(pool, page_stride, page_rows, capacity, weight, *angles, fp8_scale, eps)
-        self.kernel(Rows(rows, stride, count, positions, slots, ratio - 1), cache).launch(
+        count = length(slots, 0)
+        self.kernel(Rows(rows, stride, count, positions, address(slots), ratio - 1), cache).launch(
             grid=[cute.ceil_div(count, WARPS), 1, 1],
             block=[WARPS * 32, 1, 1],
             stream=stream,
@@ -160,7 +161,8 @@ class LatentStoreKey(KernelKey):
         return convert.e4m3_instructions(self.arch)
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        rows = Int64(0), Int64(0), Int32(1), Int64(0), Int64(0), Int32(1)
+        slots = make_fake_tensor(Int64, (cute.sym_int(),), stride=(1,))
+        rows = slots, Int64(0), Int64(0), Int64(0), Int32(1)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         return LatentStoreKernel(self), (*rows, *epilogue.fake_numbers(), Boolean(False), stream)
 
@@ -210,18 +212,16 @@ def launch_store(call: KeyStoreCall) -> None:
 
 
 def _launch(call: RopeInsertCall | KeyStoreCall, rows: Any, weight: Any, eps: float) -> None:
-    count = call.slot_mapping.shape[0]
-    if count == 0:
+    if call.slot_mapping.shape[0] == 0:
         return
     device_index = call.kv_cache.device.index
     launch_key(
         _key(device_index, call.kv_format),
         device_index,
+        call.slot_mapping,
         rows.data_ptr(),
         rows.stride(0) * 2,
-        count,
         call.positions.data_ptr(),
-        call.slot_mapping.data_ptr(),
         call.compress_ratio,
         *epilogue.numbers(call.kv_cache, call.cos_sin_cache, weight, None, eps),
         call.use_pdl,

@@ -20,10 +20,11 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
-from cutlass.cute.runtime import make_fake_stream
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.convert import FP32_MAX
+from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.indexer import topk_select
 from cute_kernels.indexer.call import SelectBlocksCall
 from cute_kernels.indexer.chunks import CANDIDATE_BLOCK, LENGTH_COLUMNS, row_bytes
@@ -65,7 +66,7 @@ class Rows(NamedTuple):
 
 
 class BlockMaximaKernel:
-    """Entry point: (address, row stride and columns of the scores, rows; address and strides of the lengths by request
+    """Entry point: (scores; address and strides of the lengths by request
     and token, tokens of a request; address and row stride of the maxima, their column with the count, blocks that are
     selected; stream)."""
 
@@ -76,10 +77,7 @@ class BlockMaximaKernel:
     @cute.jit
     def __call__(
         self,
-        scores: Int64,
-        stride: Int64,
-        columns: Int32,
-        rows: Int32,
+        scores: cute.Tensor,
         lengths: Int64,
         lengths_request: Int64,
         lengths_token: Int64,
@@ -91,11 +89,13 @@ class BlockMaximaKernel:
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix("block_maxima", remove_cutlass_symbol=True, keep_mangled_name=False)
+        rows, columns = length(scores, 0), length(scores, 1)
         pieces = cutlass.max(cute.ceil_div(columns, self.piece), Int32(1))
         divisor = cute.fast_divmod_create_divisor_v2
         where = lengths, lengths_request, lengths_token, divisor(tokens)
         units = rows * pieces
-        work = Rows(scores, stride, columns, divisor(pieces), units, *where, maxima, maxima_stride, blocks, selected)
+        source = address(scores), stride_bytes(scores, 0), columns
+        work = Rows(*source, divisor(pieces), units, *where, maxima, maxima_stride, blocks, selected)
         self.kernel(work).launch(
             grid=[cute.ceil_div(units, WARPS), 1, 1],
             block=[WARPS * 32, 1, 1],
@@ -173,9 +173,10 @@ class BlockMaximaKey(KernelKey):
         return ("ld.global.128",)
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        scores, lengths = (Int64(0), Int64(0), Int32(1), Int32(1)), (Int64(0), Int64(0), Int64(0), Int32(1))
+        scores = make_fake_tensor(Float32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
+        lengths = Int64(0), Int64(0), Int64(0), Int32(1)
         maxima = Int64(0), Int64(0), Int32(1), Int32(1)
-        return BlockMaximaKernel(self), (*scores, *lengths, *maxima, make_fake_stream(use_tvm_ffi_env_stream=True))
+        return BlockMaximaKernel(self), (scores, *lengths, *maxima, make_fake_stream(use_tvm_ffi_env_stream=True))
 
 
 def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
@@ -216,7 +217,7 @@ def why_not(call: SelectBlocksCall) -> str:
 def launch(call: SelectBlocksCall) -> None:
     """Run the kernels on the current stream of out's device."""
     logits, lengths, out = call.logits, call.seq_lens, call.out
-    rows, columns = logits.shape
+    rows = logits.shape[0]
     if rows == 0:
         return
     maxima = maxima_of(call)
@@ -225,7 +226,7 @@ def launch(call: SelectBlocksCall) -> None:
     launch_key(
         _key(out.device.index),
         out.device.index,
-        *(logits.data_ptr(), logits.stride(0) * 4, columns, rows),
+        logits,
         *(lengths.data_ptr(), request, token, lengths.shape[1]),
         *(maxima.data_ptr(), maxima.stride(0) * 4, blocks, out.shape[1]),
     )

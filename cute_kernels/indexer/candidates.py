@@ -80,7 +80,7 @@ def run_chunk(call: CandidatesDecodeCall, scores: torch.Tensor) -> None:
     tiles = rows * -(-columns // key.config.keys)
     codes, page_rows = pool.data_ptr(), pool.shape[1]
     numbers: tuple[Any, ...] = (
-        *(call.weights.data_ptr(), call.weights.stride(0) * 4),
+        call.weights,
         *(q.data_ptr(), stride(q, 0), stride(q, 1), stride(q, 2), q.shape[0], q.shape[1]),
         *(codes, codes + page_rows * key.config.row_bytes, stride(pool, 0), page_rows, pool.shape[0]),
         *(table.data_ptr(), table.stride(0) * 4, table.shape[1]),

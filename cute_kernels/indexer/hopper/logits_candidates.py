@@ -22,12 +22,13 @@ from typing import Any, ClassVar
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Int32, Int64
+from cutlass import Float8E4M3FN, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import make_fake_stream
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, ptx, wgmma
+from cute_kernels.dsl.tensor import address, stride_bytes
 from cute_kernels.indexer.chunks import CANDIDATE_BLOCK
 from cute_kernels.indexer.hopper.epilogue import Epilogue
 from cute_kernels.indexer.hopper.logits import Bars, Consumer, LogitsConfig, Smem
@@ -45,7 +46,7 @@ from cute_kernels.runtime.compile import KernelKey
 
 
 class CandidateLogitsKernel:
-    """Entry point: (address and row stride of the weights, address of the queries and their strides in bytes, by
+    """Entry point: (weights, address of the queries and their strides in bytes, by
     request, row and head; requests, rows of a request; addresses of key 0 and its scale, page stride in bytes, keys of
     a page, pages; address of the block table, its stride in bytes and its columns; address and row stride of the
     candidates, blocks of a row; address of the lengths, their stride by request in bytes, keys that count, keys up to
@@ -58,8 +59,7 @@ class CandidateLogitsKernel:
     @cute.jit
     def __call__(
         self,
-        weights: Int64,
-        weights_stride: Int64,
+        weights: cute.Tensor,
         q: Int64,
         q_request: Int64,
         q_row: Int64,
@@ -108,8 +108,8 @@ class CandidateLogitsKernel:
             RowGroups.of(requests, row_count, config.rows, ctas),
             CandidateWindows(ends, end_request, limit, skip, blocks),
             CandidateCache(in_pages, candidates, candidates_stride),
-            weights,
-            weights_stride,
+            address(weights),
+            stride_bytes(weights, 0),
             out,
             out_stride,
         )
@@ -217,7 +217,8 @@ class CandidateLogitsKey(KernelKey):
         return "wgmma", "tma.load", "bulk.load", "cp.async", "mbarrier", "griddepcontrol"
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        queries = (*(Int64(0) for _ in range(6)), Int32(1), Int32(1))
+        weights = make_fake_tensor(Float32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
+        queries = (weights, *(Int64(0) for _ in range(4)), Int32(1), Int32(1))
         pages = Int64(0), Int64(0), Int64(0), Int32(8), Int32(1)
         tables = Int64(0), Int64(0), Int32(0), Int64(0), Int64(0), Int32(1)
         windows = Int64(0), Int64(0), Int32(0), Int32(0)
