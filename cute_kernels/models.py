@@ -81,6 +81,16 @@ class ModelShape:
         return cls(**values)
 
 
+def latent_ratios(config: ModelConfig) -> tuple[int, ...]:
+    """Ratios of V4.1's compressors, 1 and 2; none of a V4 model, whose config does not name them."""
+    return tuple(getattr(config, "latent_ratios", ()))
+
+
+def has_indexer(config: ModelConfig) -> bool:
+    """Whether some layers pick entries by scores."""
+    return 4 in config.compress_ratios or bool(latent_ratios(config))
+
+
 def _positive(name: str, value: object) -> int:
     if type(value) is not int or value < 1:
         raise ValueError(f"config: {name}: expected a positive integer, got {value!r}")

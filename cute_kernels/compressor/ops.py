@@ -727,6 +727,12 @@ def _validate_latent(call: LatentCall) -> None:
     checks.distinct_slots(op, "slot_mapping", written, call.state_cache.shape[0] * call.state_cache.shape[1])
 
 
+def _latent_kernel() -> OpKernel[LatentCall]:
+    from cute_kernels.compressor.latent import KERNEL
+
+    return KERNEL
+
+
 _latent = define_op(
     "compress_latent(Tensor kv_score, Tensor positions, Tensor? token_to_req_indices, Tensor? query_start_loc, "
     "Tensor(a!)? state_cache, Tensor? slot_mapping, Tensor norm_weight, float eps, int compress_ratio, "
@@ -734,6 +740,7 @@ _latent = define_op(
     LatentCall,
     check=_check_latent,
     reference=reference.compress_latent,
+    kernel=_latent_kernel,
     cost=_cost_latent,
     validate=_validate_latent,
 )
@@ -826,12 +833,19 @@ def _validate_rope_insert(call: RopeInsertCall) -> None:
     _validate_stored("rope_quant_insert", call)
 
 
+def _rope_insert_kernel() -> OpKernel[RopeInsertCall]:
+    from cute_kernels.compressor.latent_store import INSERT
+
+    return INSERT
+
+
 _rope_insert = define_op(
     "rope_quant_insert(Tensor latent, Tensor positions, Tensor cos_sin_cache, Tensor(a!) kv_cache, "
     "Tensor slot_mapping, int compress_ratio, str kv_format, bool use_pdl) -> ()",
     RopeInsertCall,
     check=_check_rope_insert,
     reference=reference.rope_quant_insert,
+    kernel=_rope_insert_kernel,
     cost=_cost_stored,
     validate=_validate_rope_insert,
 )
@@ -883,12 +897,19 @@ def _validate_key_store(call: KeyStoreCall) -> None:
     _validate_stored("k_norm_rope_store", call)
 
 
+def _key_store_kernel() -> OpKernel[KeyStoreCall]:
+    from cute_kernels.compressor.latent_store import STORE
+
+    return STORE
+
+
 _key_store = define_op(
     "k_norm_rope_store(Tensor k, Tensor norm_weight, float eps, Tensor positions, Tensor cos_sin_cache, "
     "Tensor(a!) kv_cache, Tensor slot_mapping, int compress_ratio, str kv_format, bool use_pdl) -> ()",
     KeyStoreCall,
     check=_check_key_store,
     reference=reference.k_norm_rope_store,
+    kernel=_key_store_kernel,
     cost=_cost_stored,
     validate=_validate_key_store,
 )

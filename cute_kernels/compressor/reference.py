@@ -232,7 +232,7 @@ def fused_compress_norm_rope_store(call: FusedCall) -> None:
 
 def partners(call: LatentCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of ratio 2: bool [T'], the rows that take part; int64 [T'], row of the step at the position before, or -1 where
-    that is in the ring; int64 [T'], its slot of the ring."""
+    that is in the ring; int64 [T'], the slot before the row's in its ring."""
     assert call.slot_mapping is not None
     assert call.state_cache is not None
     assert call.query_start_loc is not None
@@ -246,7 +246,7 @@ def partners(call: LatentCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     first = of_request(call.query_start_loc[:-1], requests)
     before = (row - 1).where(row > first, torch.full_like(row, -1))
     page = torch.div(slots, ring, rounding_mode="floor")
-    return acts, before, page * ring + (positions - 1) % ring
+    return acts, before, page * ring + (slots - 1) % ring
 
 
 def kept_rows(call: LatentCall) -> torch.Tensor:

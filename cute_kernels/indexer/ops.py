@@ -1033,6 +1033,12 @@ def _validate_score_candidates_decode(call: CandidatesDecodeCall) -> None:
     _validate_candidates("score_candidates_decode", call.candidates, lengths)
 
 
+def _score_candidates_decode_kernel() -> OpKernel[CandidatesDecodeCall]:
+    from cute_kernels.indexer.candidates import KERNEL
+
+    return KERNEL
+
+
 _score_candidates_decode = define_op(
     "score_candidates_decode(Tensor q, Tensor? q_scale, Tensor kv_cache, Tensor weights, Tensor context_lens, "
     "Tensor block_tables, Tensor candidates, SymInt max_model_len, str kv_format, Tensor(a!) out, "
@@ -1040,6 +1046,7 @@ _score_candidates_decode = define_op(
     CandidatesDecodeCall,
     check=_check_score_candidates_decode,
     reference=reference.score_candidates_decode,
+    kernel=_score_candidates_decode_kernel,
     cost=_cost_score_candidates_decode,
     validate=_validate_score_candidates_decode,
 )
@@ -1107,11 +1114,18 @@ def _cost_select_blocks(call: SelectBlocksCall) -> Cost:
     return Cost(bytes=4 * int(scored.sum()) + nbytes(call.seq_lens, call.out))
 
 
+def _select_blocks_kernel() -> OpKernel[SelectBlocksCall]:
+    from cute_kernels.indexer.block_maxima import KERNEL
+
+    return KERNEL
+
+
 _select_blocks = define_op(
     "select_candidate_blocks(Tensor logits, Tensor seq_lens, Tensor(a!) out, Tensor(b!) workspace) -> ()",
     SelectBlocksCall,
     check=_check_select_blocks,
     reference=reference.select_candidate_blocks,
+    kernel=_select_blocks_kernel,
     cost=_cost_select_blocks,
 )
 

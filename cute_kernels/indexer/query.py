@@ -29,7 +29,7 @@ from cute_kernels.dsl import convert, ptx, reduce, transforms
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import INDEX_DIM
 from cute_kernels.indexer.call import QueryFp8Call, QueryMxfp4Call
-from cute_kernels.models import ModelConfig
+from cute_kernels.models import ModelConfig, has_indexer
 from cute_kernels.numerics import CACHE_FLOOR, E2M1_MAX, E2M1_ROUNDINGS, E4M3_MAX
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
@@ -467,14 +467,14 @@ def launch(call: QueryFp8Call | QueryMxfp4Call) -> None:
 
 def fp8_keys(config: ModelConfig, tp: int, arch: str) -> list[QueryKey]:
     """Layers with an FP8 cache of indexer keys, with or without a Hadamard transform."""
-    if 4 not in config.compress_ratios:
+    if not has_indexer(config):
         return []
     return [key for transformed in (False, True) for key in keys(arch, "", transformed)]
 
 
 def mxfp4_keys(config: ModelConfig, tp: int, arch: str) -> list[QueryKey]:
     """Layers with an MXFP4 cache of indexer keys: either rounding, with or without a Hadamard transform."""
-    if 4 not in config.compress_ratios:
+    if not has_indexer(config):
         return []
     forms = [(rounding, transformed) for rounding in E2M1_ROUNDINGS for transformed in (False, True)]
     return [key for form in forms for key in keys(arch, *form)]

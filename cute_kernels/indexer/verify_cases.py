@@ -463,7 +463,8 @@ def select_blocks() -> Iterator[Example]:
         size = rows * row_bytes(-(-columns // CANDIDATE_BLOCK) + LENGTH_COLUMNS)
         workspace = torch.full((size // 4,), torch.nan)
         name = f"{blocks} blocks of {columns} columns, {rows} rows"
-        yield Example(name, (_scores(rows, columns), lens, _out(rows, blocks)[:rows, 1:-2], workspace), _agree_blocks)
+        scores = torch.full((rows, columns // 4 * 4 + 8), torch.inf)[:, :columns].copy_(_scores(rows, columns))
+        yield Example(name, (scores, lens, _out(rows, blocks)[:rows, 1:-2], workspace), _agree_blocks)
 
 
 def _agree_blocks(got: Sequence[Any], want: Sequence[Any]) -> str:

@@ -101,9 +101,18 @@ def test_ratio_2_rows_without_a_slot_or_a_request_do_nothing() -> None:
     x = torch.randn(4, 1024, generator=generator(5))
     out = torch.full((4, 512), 7.0, dtype=torch.bfloat16)
     slots = torch.tensor([-1, 2 * RING, 2**40, 3])
-    requests = {"query_start_loc": torch.tensor([0, 4]).int(), "token_to_req_indices": torch.tensor([0, 0, 0, 1]).int()}
-    positions = torch.tensor([1, 1, 3, 3])
-    compress_latent(x, positions, weight_of(512), EPS, 2, state_cache=state, slot_mapping=slots, out=out, **requests)
+    compress_latent(
+        x,
+        torch.tensor([1, 1, 3, 3]),
+        weight_of(512),
+        EPS,
+        2,
+        state_cache=state,
+        slot_mapping=slots,
+        query_start_loc=torch.tensor([0, 4]).int(),
+        token_to_req_indices=torch.tensor([0, 0, 0, 1]).int(),
+        out=out,
+    )
     assert (out == 7.0).all()
     assert (raw_bytes(state) == POISON_BYTE).all()
 

@@ -132,6 +132,6 @@ def test_bad_candidates_are_refused_or_harmless() -> None:
     given = case.query(slice(None), 2, 1), None, pool, case.w(), lens, table
     rest = 100, "indexer_fp8/1", picks, torch.empty(2 * 256)
     op.validate(*given, candidates_of(torch.Generator().manual_seed(3), lens, 3), *rest)
-    for wrong in ([[0, 1, 2], [0, 1, 4]], [[1, 0, 7], [0, 1, 4]], [[0, 5, 7], [0, 4, -1]]):
+    for blocks in ([[0, 1, 2], [0, 1, 4]], [[1, 0, 7], [0, 1, 4]], [[0, 5, 7], [0, 4, -1]]):
         with pytest.raises(ValueError, match=r"candidates\[\d, \d\]: expected blocks of"):
-            op.validate(*given, torch.tensor(wrong, dtype=INT), *rest)
+            op.validate(*given, torch.tensor(blocks, dtype=INT), *rest)
