@@ -73,7 +73,7 @@ def legend(config: AttentionConfig) -> list[str]:
         blocks, size = config.candidate_topk_blocks, config.candidate_block_size
         return [
             f"window        attention to the last {config.sliding_window} tokens; all other kinds do that, too",
-            f"source        stores entries of 1 or 2 tokens (ratio), and picks at most {config.index_topk} of them for a row",
+            f"source        stores entries of 1 or 2 tokens (ratio), and picks at most {config.index_topk} for a row",
             "index source  picks among the entries of the source before it; those behind the candidate source look in",
             f"              its {blocks} candidate blocks of {size} entries alone",
             "consumer      attends to what the layer before that picks has picked",
@@ -97,8 +97,8 @@ def truncation(rows: tuple[int, int], top_k: int) -> str:
 def restriction(rows: tuple[int, int], config: DeepseekV41Config) -> str:
     blocks, size = config.candidate_topk_blocks, config.candidate_block_size
     return (
-        f"{rows[0]} of {rows[1]} rows cut by candidate blocks: they see more than {blocks} blocks of {size} entries, and "
-        f"pick in the {blocks} best"
+        f"{rows[0]} of {rows[1]} rows cut by candidate blocks: they see more than {blocks} blocks of {size} entries, "
+        f"and pick in the {blocks} best"
     )
 
 
