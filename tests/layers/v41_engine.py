@@ -32,7 +32,15 @@ from layers.v41_config import V41_PRESETS
 from tests.helpers import raw_bytes
 
 CONFIG = replace(
-    V41_PRESETS["v4.1-flash"].reduced(), hidden_size=256, num_attention_heads=8, q_lora_rank=128, o_lora_rank=128
+    V41_PRESETS["v4.1-flash"].reduced(),
+    hidden_size=256,
+    num_attention_heads=4,
+    q_lora_rank=128,
+    o_lora_rank=128,
+    index_n_heads=4,
+    index_topk=8,
+    sliding_window=48,
+    candidate_topk_blocks=5,
 )
 SLOTS, PAGES = 6, 40
 
@@ -62,7 +70,7 @@ class Request:
 
 
 class Engine:
-    """Runs all layers. late: layers behind the last source run the last 128 rows of a prefill alone, or so many."""
+    """Runs all layers. late: layers behind the last source run the last rows of a prefill alone, so many."""
 
     def __init__(self, layers: Sequence[DeepseekV41Attention], *, seed: int = 0, late: int = 0) -> None:
         self.layers, self.late = layers, late
