@@ -348,6 +348,8 @@ def build_layer(
     device: torch.device | str = "cpu",
 ) -> DeepseekV4MultiHeadLatentAttentionWrapper:
     """A layer with these weights; which linears are FP8 follows from the tensors."""
+    if not isinstance(config, DeepseekV4Config):  # ratios of another model would mean other layers
+        raise TypeError(f"build_layer: config: expected a DeepseekV4Config, got {type(config).__name__}")
     quantized = check_tensors(config, layer_index, tensors)
     assert quantized <= QUANTIZED_LINEARS
     layer = DeepseekV4MultiHeadLatentAttentionWrapper(

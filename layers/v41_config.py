@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from cute_kernels.indexer.chunks import CANDIDATE_BLOCK
 
-from .config import AttentionConfig, dimensions, require
+from .config import AttentionConfig, dimensions, read_json, require
 
 MODEL_TYPE = "deepseek_v41"
 LATENT_RATIOS = (2, 1)
@@ -103,6 +104,11 @@ class DeepseekV41Config(AttentionConfig):
         """Whether the layer selects among the candidate source's blocks alone."""
         source = self.candidate_source_layer_id
         return self.kind_of(layer_index) == INDEX_SOURCE and self.source_of(layer_index) == source
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> DeepseekV41Config:
+        """Read a HuggingFace config.json."""
+        return cls.from_dict(read_json(path))
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> DeepseekV41Config:
