@@ -49,7 +49,7 @@ FEW_ROWS = 2048
 class Rows(NamedTuple):
     """What the kernel takes, in plain numbers; strides in bytes. Of ratio 1 the last nine are unused.
 
-    count      rows, of ratio 2 those that have a slot
+    total      rows, of ratio 2 those that have a slot
     requests   that there are
     ring       rows of a ring, as a divisor; capacity: of all rings
     """
@@ -60,7 +60,7 @@ class Rows(NamedTuple):
     out: Int64
     out_stride: Int64
     eps: Float32
-    count: Int32
+    total: Int32
     positions: Int64
     slots: Int64
     owners: Int64
@@ -124,7 +124,7 @@ class LatentKernel:
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        if row < rows.count:
+        if row < rows.total:
             if const_expr(self.ratio == 1):
                 values = self.load_half(self.row_address(rows, row))
                 self.store_latent(rows, row, [word.bitcast(Float32) for word in values])
@@ -141,7 +141,7 @@ class LatentKernel:
         is_owned = (owner >= 0) & (owner < rows.requests)
         start = rows.starts + Int64(owner if is_owned else Int32(0)) * 4
         first, last = [ptx.load_global_s32_in_order(start + 4 * i, is_shared=True) for i in range(2)]
-        last = cutlass.min(last, rows.count)
+        last = cutlass.min(last, rows.total)
         is_there = self.is_slot(rows, slot) & is_owned & (position >= 0)
         closes = is_there & (Int32(position) & 1 == 1)
         keeps = is_there & (row >= last - rows.ring.divisor) & (row < last)

@@ -43,7 +43,7 @@ class Rows(NamedTuple):
 
     rows: Int64
     stride: Int64
-    count: Int32
+    total: Int32
     positions: Int64
     slots: Int64
     rest: Int32
@@ -100,7 +100,7 @@ class LatentStoreKernel:
         cta, _, _ = cute.arch.block_idx()
         number = cta * WARPS + cute.arch.make_warp_uniform(thread // 32)
         # rows past the end load the last one again, and store nothing
-        row = Int64(cutlass.min(number, rows.count - 1))
+        row = Int64(cutlass.min(number, rows.total - 1))
         lane = cute.arch.lane_idx()
         column = ptx.again(lane * 4)  # whose range nobody knows: no predicate of a store becomes a constant
         if const_expr(self.has_dependency):
@@ -111,7 +111,7 @@ class LatentStoreKernel:
         slot = ptx.load_global_s64_in_order(rows.slots + row * 8)
         position = ptx.load_global_s64_in_order(rows.positions + row * 8)
         rest = Int64(rows.rest)
-        acts = (number < rows.count) & (position >= 0) & (position & rest == rest)
+        acts = (number < rows.total) & (position >= 0) & (position & rest == rest)
         slot = slot if acts else Int64(-1)
         cos, sin = self.load_angles(cache, position - rest, lane)
         if const_expr(self.is_key):

@@ -92,7 +92,7 @@ class BlockMaximaKernel:
         rows, columns = length(scores, 0), length(scores, 1)
         pieces = cutlass.max(cute.ceil_div(columns, self.piece), Int32(1))
         divisor = cute.fast_divmod_create_divisor_v2
-        where = lengths, lengths_request, lengths_token, divisor(tokens)
+        where: tuple[Any, ...] = lengths, lengths_request, lengths_token, divisor(tokens)
         units = rows * pieces
         source = address(scores), stride_bytes(scores, 0), columns
         work = Rows(*source, divisor(pieces), units, *where, maxima, maxima_stride, blocks, selected)

@@ -123,33 +123,20 @@ class Windows(NamedTuple):
         return low, high, (high - low + (keys - 1)) // keys
 
 
-class CandidateWindows(NamedTuple):
-    """As Windows, of rows that see the keys of their candidate blocks alone, counted in the order of these: address of
-    the ends and bytes from one request's to the next one's, keys that count, `skip` as there, and candidates of a row,
-    which has fewer only if these are all its blocks. The newest block, the last one, is the only one not full."""
-
-    ends: Any
-    end_request: Any
-    limit: Any
-    skip: Any
-    blocks: Any
-
-    load = Windows.load
-    span = Windows.span
-
-    def end_address(self, request: Any, row: Any) -> Any:
-        return self.ends + Int64(request) * self.end_request + Int64(row) * 4
+class CandidateWindows(Windows):
+    """Of rows that see the keys of their candidate blocks alone, counted in the order of these: a row has candidates
+    for all columns, or fewer if these are all its blocks. The newest block, the last one, alone may not be full. There
+    are no starts."""
 
     @cute.jit
     def keys(self, end: Any) -> Any:
         """How many keys there are in the candidates of a row that sees so many."""
         end = cutlass.max(cutlass.min(end, self.limit), Int32(0))
-        missing = (end + (CANDIDATE_BLOCK - 1)) // CANDIDATE_BLOCK - self.blocks
-        return end - cutlass.max(missing, Int32(0)) * CANDIDATE_BLOCK
+        missing = (end + (CANDIDATE_BLOCK - 1)) // CANDIDATE_BLOCK * CANDIDATE_BLOCK - self.columns
+        return end - cutlass.max(missing, Int32(0))
 
     @cute.jit
     def clip(self, start: Any, end: Any) -> tuple[Any, Any, Any]:
-        """As of Windows."""
         stop = self.keys(end)
         return Int32(0), (stop if stop > self.skip else Int32(0)), Int32(0)
 

@@ -121,6 +121,7 @@ class QueryCopy(NamedTuple):
 class Producer:
     """A producer warp.
 
+    cache            KeyCache or CandidateCache
     config           rows, heads, columns, keys (of a tile), box, boxes, row_bytes, stages, producers, q_scale_words
     smem             headers, scales, weights, windows and, with q_scales, q_scales
     bars             keys and queries: rings
@@ -137,7 +138,7 @@ class Producer:
     scheduler: TileScheduler
     groups: RowGroups
     windows: Windows
-    cache: KeyCache
+    cache: Any
     smem: Any
     bars: Any
     weights: tuple[Any, Any]

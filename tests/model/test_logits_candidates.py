@@ -67,7 +67,7 @@ def run(lens: torch.Tensor, blocks: int, limit: int, page_rows: int, ctas: int, 
     )
     values: list[Any] = [bytes(128), bytes(12), bytes(128), bytes(1), bytes(1)]
     values += [requests, next_n, *divisor(next_n), *divisor(ctas)]
-    values += [place["lens"], lens.stride(0) * 4, limit, skip, blocks]
+    values += [0, place["lens"], lens.stride(0) * 4, limit, columns, 0, skip]
     values += [place["pool"] + page_rows * width, pool.stride(0), *divisor(page_rows // 8), pages, 0]
     values += [place["table"], table.stride(0) * 4, table.shape[1]]
     values += [place["candidates"], candidates.stride(0) * 4]

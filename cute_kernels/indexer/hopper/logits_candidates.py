@@ -106,7 +106,7 @@ class CandidateLogitsKernel:
             wgmma.swizzled_tiles(Float8E4M3FN, KEY_TILE, config.stages),
             *(wgmma.make_mma(Float8E4M3FN, 1, config.columns) for _ in range(2)),
             RowGroups.of(requests, row_count, config.rows, ctas),
-            CandidateWindows(ends, end_request, limit, skip, blocks),
+            CandidateWindows(Int64(0), ends, end_request, limit, blocks * CANDIDATE_BLOCK, Int32(0), skip),
             CandidateCache(in_pages, candidates, candidates_stride),
             address(weights),
             stride_bytes(weights, 0),
@@ -189,7 +189,7 @@ class CandidateLogitsKernel:
     def count_keys(self, groups: RowGroups, windows: CandidateWindows, out: Int64, out_stride: Int64) -> None:
         """Write how many keys each row's candidates have. By one warp of each CTA, a row a lane."""
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        column = Int64(windows.blocks) * (CANDIDATE_BLOCK * 4)
+        column = Int64(windows.columns) * 4
         rows = groups.requests * groups.count
         for row in cutlass.range(cta * WARP + cute.arch.lane_idx(), rows, ctas * WARP, unroll=1):
             end = ptx.load_global_s32_in_order(windows.end_address(row // groups.count, row % groups.count))
