@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cute_kernels.indexer.chunks import CANDIDATE_BLOCK
-
 from .config import AttentionConfig, dimensions, read_json, require
 
 MODEL_TYPE = "deepseek_v41"
 LATENT_RATIOS = (2, 1)
 """Tokens of a compressed entry. Not what `compress_ratio` 1 of V4's ops and layers means, which is no entries at all:
 that is 0 here."""
+
+CANDIDATE_BLOCK = 8
+"""Entries of a candidate block: `select_candidate_blocks` has no others."""
 
 WINDOW, SOURCE, INDEX_SOURCE, CONSUMER = "window", "source", "index source", "consumer"
 KINDS = (WINDOW, SOURCE, INDEX_SOURCE, CONSUMER)

@@ -92,10 +92,10 @@ class BlockMaximaKernel:
         rows, columns = length(scores, 0), length(scores, 1)
         pieces = cutlass.max(cute.ceil_div(columns, self.piece), Int32(1))
         divisor = cute.fast_divmod_create_divisor_v2
-        where: tuple[Any, ...] = lengths, lengths_request, lengths_token, divisor(tokens)
         units = rows * pieces
-        source = address(scores), stride_bytes(scores, 0), columns
-        work = Rows(*source, divisor(pieces), units, *where, maxima, maxima_stride, blocks, selected)
+        source = address(scores), stride_bytes(scores, 0), columns, divisor(pieces), units
+        seen = lengths, lengths_request, lengths_token, divisor(tokens)
+        work = Rows(*source, *seen, maxima, maxima_stride, blocks, selected)
         self.kernel(work).launch(
             grid=[cute.ceil_div(units, WARPS), 1, 1],
             block=[WARPS * 32, 1, 1],

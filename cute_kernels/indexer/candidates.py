@@ -15,6 +15,7 @@ from cute_kernels.indexer import chunks, launch, select, topk_select
 from cute_kernels.indexer.call import CandidatesDecodeCall, stride
 from cute_kernels.indexer.chunks import CANDIDATE_BLOCK
 from cute_kernels.indexer.hopper.logits_candidates import CandidateLogitsKey
+from cute_kernels.indexer.hopper.logits_candidates_mxfp4 import CandidateMxfp4Key
 from cute_kernels.models import ModelConfig, latent_ratios
 from cute_kernels.runtime.arch import arch_of, grid_size, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
@@ -26,7 +27,8 @@ def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
     """Those of scores and picks, of a model with candidates. Every rank has all index heads."""
     if arch != select.HOPPER or not latent_ratios(config):
         return []
-    return [CandidateLogitsKey(arch, config.index_n_heads), *topk_select.deployment_keys(config, tp, arch)]
+    keys = [key(arch, config.index_n_heads) for key in (CandidateLogitsKey, CandidateMxfp4Key)]
+    return [*keys, *topk_select.deployment_keys(config, tp, arch)]
 
 
 def why_not(call: CandidatesDecodeCall) -> str:
@@ -35,8 +37,6 @@ def why_not(call: CandidatesDecodeCall) -> str:
     blocks, k = call.candidates.shape[1], call.out.shape[1]
     if arch != select.HOPPER:
         return f"there is a kernel on {select.HOPPER} only, this is {arch}"
-    if call.q_scale is not None:
-        return "there is a kernel for FP8 keys only"
     if heads % select.HEAD_STEP or heads > select.MOST_HEADS:
         return f"HI must be a multiple of {select.HEAD_STEP}, at most {select.MOST_HEADS}, got {heads}"
     if page_rows % CANDIDATE_BLOCK:
@@ -67,7 +67,7 @@ def run(call: CandidatesDecodeCall) -> None:
         own, rows = slice(first, last), slice(first * next_n, last * next_n)
         cut = {name: getattr(call, name)[own] for name in ("q", "context_lens", "block_tables")}
         cut |= {name: getattr(call, name)[rows] for name in ("weights", "candidates", "out")}
-        part = call._replace(**cut)
+        part = call._replace(q_scale=None if call.q_scale is None else call.q_scale[own], **cut)
         run_chunk(part, scores_of(part, 0, last - first))
 
 
@@ -76,7 +76,7 @@ def run_chunk(call: CandidatesDecodeCall, scores: torch.Tensor) -> None:
     device_index = call.out.device.index
     rows, columns = scores.shape
     q, pool, table, candidates, lengths = call.q, call.kv_cache, call.block_tables, call.candidates, call.context_lens
-    key = CandidateLogitsKey(select.HOPPER, q.shape[2])
+    key = (CandidateLogitsKey if call.q_scale is None else CandidateMxfp4Key)(select.HOPPER, q.shape[2])
     tiles = rows * -(-columns // key.config.keys)
     codes, page_rows = pool.data_ptr(), pool.shape[1]
     numbers: tuple[Any, ...] = (
@@ -89,7 +89,7 @@ def run_chunk(call: CandidatesDecodeCall, scores: torch.Tensor) -> None:
         *(scores.data_ptr(), scores.stride(0) * 4),
     )
     ctas = grid_size(min(multiprocessors(device_index), tiles))
-    launch_key(key, device_index, *numbers, ctas)
+    launch_key(key, device_index, *numbers, *launch.scale_arguments(key, call.q_scale), ctas)
     counts = scores.data_ptr() + 4 * columns, scores.stride(0) * 4, 0, 1
     picked = topk_select.slots(candidates, CANDIDATE_BLOCK)
     topk_select.run(scores, (0, 0), counts, call.out, rows, call.out.shape[1], slots=picked)

@@ -483,37 +483,52 @@ def candidates_of(g: torch.Generator, lengths: torch.Tensor, blocks: int) -> tor
 
 
 _CANDIDATES_DECODE = (
-    (1, 1, 32, 64, 20, 16, 1),
-    (9, 1, 32, 64, 100, 32, 4),
-    (5, 2, 64, 32, 512, 80, 2),
-    (4, 6, 32, 16, 16, 8, 4),
-    (40, 1, 32, 64, 64, 128, 40),
+    (1, 1, 32, 64, 20, 16, 1, _FP8),
+    (9, 1, 32, 64, 100, 32, 4, _FP8),
+    (5, 2, 64, 32, 512, 80, 2, _FP8),
+    (4, 6, 32, 16, 16, 8, 4, _FP8),
+    (40, 1, 32, 64, 64, 128, 40, _FP8),
+    (9, 1, 32, 64, 100, 32, 4, _MXFP4),
+    (4, 6, 64, 32, 64, 48, 4, _MXFP4),
 )
-"""(requests, rows of each, heads, keys of a page, k, candidate blocks, requests that fit into the workspace)"""
+"""(requests, rows of each, heads, keys of a page, k, candidate blocks, requests that fit into the workspace, format)"""
+
+
+def _small_mxfp4(g: torch.Generator, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of 0, 1, -1 and 2, and scales 1/2, 1 and 2."""
+    codes = torch.tensor([0, 0, 0, 2, 10, 4], dtype=torch.uint8)[torch.randint(0, 6, (*shape, INDEX_DIM), generator=g)]
+    scales = torch.randint(126, 129, (*shape, 4), generator=g, dtype=torch.uint8)
+    return numerics.pack_nibbles(codes), scales.view(torch.int32)[..., 0]
 
 
 def score_candidates_decode() -> Iterator[Example]:
     """score_candidates_decode(q, q_scale, kv_cache, weights, context_lens, block_tables, candidates, max_model_len,
     kv_format, out, workspace)"""
-    for requests, next_n, heads, page_rows, k, blocks, fit in _CANDIDATES_DECODE:
+    for requests, next_n, heads, page_rows, k, blocks, fit, kv_format in _CANDIDATES_DECODE:
         g = torch.Generator().manual_seed(requests + next_n)
         pages, columns = 40, 1500
-        pool = INDEXER_FP8.allocate(pages, page_rows)
+        fmt = FORMATS[kv_format]
+        pool = fmt.allocate(pages, page_rows)
         slots = torch.arange(pages * page_rows)
-        scale = _choice(g, [0.5, 1.0, 2.0], len(slots), 1).view(torch.uint8)
-        INDEXER_FP8.write_fields(
-            pool, page_rows, slots, _small_codes(g, len(slots), INDEX_DIM).view(torch.uint8), scale
-        )
+        q: tuple[torch.Tensor, torch.Tensor | None]
+        if kv_format == _FP8:
+            q = _small_codes(g, requests, next_n, heads, INDEX_DIM), None
+            codes = _small_codes(g, len(slots), INDEX_DIM).view(torch.uint8)
+            scale = _choice(g, [0.5, 1.0, 2.0], len(slots), 1).view(torch.uint8)
+        else:
+            q = _small_mxfp4(g, requests, next_n, heads)
+            codes, words = _small_mxfp4(g, len(slots))
+            scale = words[:, None].view(torch.uint8)
+        fmt.write_fields(pool, page_rows, slots, codes, scale)
         table = torch.randint(-2, pages + 2, (requests, 1400 // page_rows), generator=g).int()
         lens = torch.randint(-9, columns + 9, (requests, next_n), generator=g).int()
         lens[0, 0] = 1203
         candidates = candidates_of(g, lens.clamp(max=columns), blocks)
-        inputs = _small_codes(g, requests, next_n, heads, INDEX_DIM), None, pool
         weights = _choice(g, [0.0, 1.0, -1.0, 0.5], requests * next_n, heads)
         results = _results(requests * next_n, k, fit * next_n * row_bytes(candidate_columns(blocks)))
         rows = f"{requests} requests of {next_n} rows"
-        name = f"{rows}, {heads} heads, {k} picks of {blocks} blocks, pages of {page_rows}"
-        arguments = (*inputs, weights, lens, table, candidates, columns, INDEXER_FP8.id, *results)
+        name = f"{rows}, {heads} heads, {k} picks of {blocks} blocks, pages of {page_rows}, {kv_format}"
+        arguments = (*q, pool, weights, lens, table, candidates, columns, kv_format, *results)
         yield Example(name, arguments, _agree_candidates)
 
 

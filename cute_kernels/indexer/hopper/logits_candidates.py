@@ -45,9 +45,20 @@ from cute_kernels.indexer.producer import Producer, QueryCopy, code_rows
 from cute_kernels.runtime.compile import KernelKey
 
 
+@cute.jit
+def count_keys(groups: RowGroups, windows: CandidateWindows, out: Int64, out_stride: Int64) -> None:
+    """Write how many keys each row's candidates have. By one warp of each CTA, a row a lane."""
+    cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    column = Int64(windows.columns) * 4
+    rows = groups.requests * groups.count
+    for row in cutlass.range(cta * WARP + cute.arch.lane_idx(), rows, ctas * WARP, unroll=1):
+        end = ptx.load_global_s32_in_order(windows.end_address(row // groups.count, row % groups.count))
+        ptx.store_global_s32(out + Int64(row) * out_stride + column, windows.keys(end))
+
+
 class CandidateLogitsKernel:
-    """Entry point: (weights, address of the queries and their strides in bytes, by
-    request, row and head; requests, rows of a request; addresses of key 0 and its scale, page stride in bytes, keys of
+    """Entry point: (weights, address of the queries and their strides in bytes, by request, row and head;
+    requests, rows of a request; addresses of key 0 and its scale, page stride in bytes, keys of
     a page, pages; address of the block table, its stride in bytes and its columns; address and row stride of the
     candidates, blocks of a row; address of the lengths, their stride by request in bytes, keys that count, keys up to
     which a row is not scored; address and row stride of the scores; CTAs; stream)."""
@@ -176,7 +187,7 @@ class CandidateLogitsKernel:
                 producer = Producer(config, True, *context, key_part, query_part, looks_ahead=self.looks_ahead)
                 producer.run(role)
             elif warp == count_warp:
-                self.count_keys(groups, windows, out, out_stride)
+                count_keys(groups, windows, out, out_stride)
         else:
             lane = thread % WARP
             warpgroup = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
@@ -184,16 +195,6 @@ class CandidateLogitsKernel:
             epilogue = Epilogue(config, True, groups, windows, smem, out, out_stride, lane, own)
             consumer = Consumer(config, warpgroup, bars, smem, epilogue, (mma, mma_more), k, q)
             consumer.run()
-
-    @cute.jit
-    def count_keys(self, groups: RowGroups, windows: CandidateWindows, out: Int64, out_stride: Int64) -> None:
-        """Write how many keys each row's candidates have. By one warp of each CTA, a row a lane."""
-        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        column = Int64(windows.columns) * 4
-        rows = groups.requests * groups.count
-        for row in cutlass.range(cta * WARP + cute.arch.lane_idx(), rows, ctas * WARP, unroll=1):
-            end = ptx.load_global_s32_in_order(windows.end_address(row // groups.count, row % groups.count))
-            ptx.store_global_s32(out + Int64(row) * out_stride + column, windows.keys(end))
 
 
 @dataclass(frozen=True)
