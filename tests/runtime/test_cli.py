@@ -196,11 +196,11 @@ def test_deployments(tmp_path: Path) -> None:
     def wanted(*arguments: str) -> list[tuple[Any, int]]:
         return cli.wanted_deployments(cli.make_parser().parse_args(["precompile", *arguments]))
 
-    flash, pro = MODELS["v4-flash"], MODELS["v4-pro"]
+    flash, pro, newer = (MODELS[name] for name in ("v4-flash", "v4-pro", "v4.1-flash"))
     assert wanted() == [(flash, 1)]
     assert wanted("--model", "v4-pro", "--tp", "8") == [(pro, 8)]
-    assert wanted("--all") == [(m, tp) for m in (flash, pro) for tp in (1, 2, 4, 8)]
-    assert wanted("--all", "--tp", "4") == [(flash, 4), (pro, 4)]
+    assert wanted("--all") == [(m, tp) for m in (flash, pro, newer) for tp in (1, 2, 4, 8)]
+    assert wanted("--all", "--tp", "4") == [(flash, 4), (pro, 4), (newer, 4)]
     (tmp_path / "config.json").write_text('{"hidden_size": 7168, "num_attention_heads": 128}')
     ((shape, tp),) = wanted("--config", str(tmp_path / "config.json"), "--tp", "2")
     assert (shape.hidden_size, tp) == (7168, 2)
