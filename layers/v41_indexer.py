@@ -25,11 +25,20 @@ from cute_kernels.indices.ops import compute_global_topk_indices_and_lens
 from .caches import DeepseekV4IndexerCache
 from .indexer import SCORE_BYTES, Quantized, _rows, step_columns
 from .linear import Linear
-from .v41_config import DeepseekV41Config
+from .v41_config import CANDIDATE_BLOCK, DeepseekV41Config
 from .v41_step import V41Entries, V41Selection, V41Step
 
 MOST_GATHERED = 1 << 20
 """Keys of prefill requests that are gathered at a time; one request may have more."""
+
+
+def _leave_out_others(logits: torch.Tensor, candidates: torch.Tensor) -> None:
+    """Scores of entries [rows, n] outside candidate blocks [rows, C], -1 being none, become -inf."""
+    rows, columns = logits.shape
+    blocks = -(-columns // CANDIDATE_BLOCK)
+    other = torch.ones(rows, blocks + 1, dtype=torch.bool, device=logits.device)
+    other.scatter_(1, torch.where(candidates < 0, blocks, candidates).long(), False)
+    logits.masked_fill_(other[:, :blocks].repeat_interleave(CANDIDATE_BLOCK, 1)[:, :columns], -torch.inf)
 
 
 class V41Indexer(torch.nn.Module):
@@ -208,8 +217,7 @@ class V41Indexer(torch.nn.Module):
             else (codes.view(torch.float8_e4m3fn), scales.view(torch.float32).squeeze(-1))
         )
         most = max(length // self.ratio for length in m.seq_lens_cpu[first:last])
-        if not self.makes_candidates:
-            blocks = 0 if candidates is None else candidates.shape[1]
+        if candidates is None:
             score_top_k_prefill(
                 _rows(q, rows.start, rows.stop),
                 kv,
@@ -219,11 +227,10 @@ class V41Indexer(torch.nn.Module):
                 k,
                 max_seqlen_k=most,
                 out=picks[rows],
-                workspace=self._workspace(rows.stop - rows.start, most, 1, blocks, device),
-                candidates=None if candidates is None else candidates[rows],
+                workspace=self._workspace(rows.stop - rows.start, most, 1, 0, device),
             )
             return
-        assert candidates is not None
+        # neighbouring rows share keys in a product of all of them, which they do not in one of candidates alone
         at_once = max(SCORE_BYTES // (4 * max(most, 1)), 1)
         for begin in range(rows.start, rows.stop, at_once):
             part = slice(begin, min(begin + at_once, rows.stop))
@@ -237,13 +244,17 @@ class V41Indexer(torch.nn.Module):
                 clean_logits=False,
                 max_seqlen_k=most,
             )
+            if self.takes_candidates:
+                _leave_out_others(logits, candidates[part])
             self._pick(logits, entries.visible[part], picks[part], candidates[part])
 
     def _pick(self, logits: torch.Tensor, visible: torch.Tensor, picks: torch.Tensor, candidates: torch.Tensor) -> None:
-        """The best entries and the best blocks of rows with scores, for which column j is entry j."""
+        """The best entries of rows with scores, for which column j is entry j; of the candidate source the best blocks,
+        too."""
         lengths, k = visible[:, None], picks.shape[1]
         top_k_per_row_decode(logits, 1, lengths, picks, logits.shape[0], logits.stride(0), logits.stride(1), k)
-        select_candidate_blocks(logits, lengths, candidates.shape[1], out=candidates)
+        if self.makes_candidates:
+            select_candidate_blocks(logits, lengths, candidates.shape[1], out=candidates)
 
     def _workspace(
         self, requests: int, columns: int, next_n: int, blocks: int, device: torch.device

@@ -76,7 +76,7 @@ def test_a_checkpoint(index_cache: str, tmp_path: Path, capsys: pytest.CaptureFi
     ops = {index: {op["op"] for op in layer["ops"]} for index, layer in by_layer.items()}
     assert {"compress_latent", "rope_quant_insert", "k_norm_rope_store"} <= ops[1] & ops[3]
     assert "select_candidate_blocks" in ops[3]
-    assert {"score_candidates_prefill", "score_candidates_decode"} <= ops[5]
+    assert {"mqa_logits", "score_candidates_decode"} <= ops[5]
     assert not {"compress_latent", "mqa_logits", "score_top_k_prefill"} & (ops[0] | ops[2] | ops[4])
     assert "FP8 weights are expanded to bf16, exactly" in out
 
