@@ -22,6 +22,8 @@ from cute_kernels.indexer.ops import (
 )
 from cute_kernels.indices.ops import compute_global_topk_indices_and_lens
 
+from cute_kernels.runtime.arch import arch_of
+
 from .caches import DeepseekV4IndexerCache
 from .indexer import SCORE_BYTES, Quantized, _rows, step_columns
 from .linear import Linear
@@ -30,6 +32,11 @@ from .v41_step import V41Entries, V41Selection, V41Step
 
 MOST_GATHERED = 1 << 20
 """Keys of prefill requests that are gathered at a time; one request may have more."""
+
+
+def _has_compact_scores(device: torch.device) -> bool:
+    """Whether a kernel reads the keys of candidate blocks alone. The reference does so, too."""
+    return device.type != "cuda" or arch_of(device.index) == "sm_90a"
 
 
 def _leave_out_others(logits: torch.Tensor, candidates: torch.Tensor) -> None:
@@ -131,7 +138,7 @@ class V41Indexer(torch.nn.Module):
         rows, shape, k = step.window.num_decode_tokens, step.window.decode_batch(), self.config.index_topk
         assert step.entry_table is not None
         lengths, columns = entries.visible[:rows].view(shape), step_columns(entries.longest)
-        if not self.makes_candidates:
+        if not self.makes_candidates and (candidates is None or _has_compact_scores(picks.device)):
             blocks = 0 if candidates is None else candidates.shape[1]
             score_top_k_decode(
                 _rows(q, 0, rows, shape),
@@ -162,6 +169,8 @@ class V41Indexer(torch.nn.Module):
                 columns,
                 kv_format=keys.kv_format.id,
             )
+            if self.takes_candidates:
+                _leave_out_others(logits, candidates[part])
             self._pick(logits, entries.visible[part], picks[part], candidates[part])
 
     def _prefill(
