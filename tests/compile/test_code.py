@@ -329,7 +329,7 @@ def latents() -> Iterator[Row]:
     8 KB each."""
     for arch, ratio, rows in itertools.product(MOVING, (1, 2), (1, latent.FEW_ROWS + 1)):
         key = latent.key_for(arch, ratio, rows)
-        loads = 4 if ratio == 1 else 3 * 8 if key.early else 3 * 8
+        loads = 4 if ratio == 1 else 3 * 8
         ptx = {r"ld\.relaxed\.gpu\S*\.v4\.b32": loads, r"ld\.global\.nc\.v2\.b32": 4} | waits(arch)
         yield Row(key, 40 if ratio == 1 else 80, ptx, smem=0, absent=DIVISIONS, threads=128)
     for arch, fmt in itertools.product(MOVING, (FP8_DS_MLA, INDEXER_FP8, INDEXER_MXFP4)):
@@ -342,7 +342,7 @@ def maxima_of_blocks() -> Iterator[Row]:
     for arch in MOVING:
         key = block_maxima.BlockMaximaKey(arch)
         ptx = {r"shfl\.sync\.bfly": key.vectors // 2} | waits(arch)
-        yield Row(key, 32, ptx, smem=0, absent=DIVISIONS, threads=128)
+        yield Row(key, 40, ptx, smem=0, absent=DIVISIONS, threads=128)
 
 
 def scores_of_candidates() -> Iterator[Row]:
