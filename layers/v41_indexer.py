@@ -21,7 +21,6 @@ from cute_kernels.indexer.ops import (
     top_k_per_row_decode,
 )
 from cute_kernels.indices.ops import compute_global_topk_indices_and_lens
-
 from cute_kernels.runtime.arch import arch_of
 
 from .caches import DeepseekV4IndexerCache

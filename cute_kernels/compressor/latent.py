@@ -146,7 +146,7 @@ class LatentKernel:
         closes = is_there & (Int32(position) & 1 == 1)
         keeps = is_there & (row >= last - rows.ring.divisor) & (row < last)
         # of a chunk that goes round the ring: the row that overwrites what the request's first row reads
-        turns = (last - first) // rows.ring
+        turns = cutlass.max(last - first, Int32(0)) // rows.ring
         late = first - 1 + turns * rows.ring.divisor
         keeps_own = keeps & ((turns == 0) | (row != late))
         page, number = divmod(Int32(slot if is_there else Int64(0)), rows.ring)
@@ -156,7 +156,7 @@ class LatentKernel:
                 own = self.load_row(self.row_address(rows, row))
             if closes:
                 before = ring + Int64(number - 1 if number > 0 else rows.ring.divisor - 1) * (2 * HALF_ROW)
-                before = self.row_address(rows, row - 1) if row > first else before
+                before = self.row_address(rows, row - 1) if (row > first) & (row > 0) else before
                 self.store_latent(rows, row, self.weighted(self.load_row(before), own))
             self.keep_row(ring + Int64(number) * (2 * HALF_ROW), own, keeps_own)
         if (row == first) & is_owned & (turns > 0):
