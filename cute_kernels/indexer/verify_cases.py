@@ -225,6 +225,7 @@ _CONTIGUOUS = (
     (21, 24, 333, 0, False),
     (70, 64, 1300, 0, True),
     (30, 16, 700, 260, True),
+    (33, 32, 515, 0, True),
 )
 """(rows, heads, keys, columns of the compressed form, whether it is MXFP4)"""
 
@@ -244,6 +245,7 @@ _PAGED = (
     (2, 3, 64, 64, _MXFP4),
     (3, 4, 64, 64, _MXFP4),
     (4, 2, 32, 20, _WIDE),
+    *((2, rows, 32, 64, fmt) for rows in (1, 2, 3, 4) for fmt in (_FP8, _MXFP4)),
 )
 """(requests, rows of each, heads, keys of a page, format)"""
 
