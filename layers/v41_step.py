@@ -183,7 +183,7 @@ class V41StepBuilder:
         check = Checker("V41StepBuilder.build")
         window = self._windows.build(OF_V4_WINDOW, query_lens, seq_lens, BlockTables(tables.windows), num_decodes)
         requests = len(window.seq_lens_cpu)
-        check.device = self.device
+        check.device = window.positions.device
         check.tensor("tables.entries", tables.entries, torch.int32, (requests, None), optional=True)
         check.tensor("tables.rings", tables.rings, torch.int32, (requests,), optional=True)
         slots, gathered = window.decode_swa_indices, window.prefill_gather_lens
