@@ -5,9 +5,12 @@ Importing this package needs no GPU and compiles nothing.
 """
 
 from cute_kernels.compressor.ops import (
+    compress_latent,
     compress_norm_rope_store,
     fused_compress_norm_rope_store,
     get_compressed_slot_mapping,
+    k_norm_rope_store,
+    rope_quant_insert,
     save_partial_states,
 )
 from cute_kernels.indexer.ops import (
@@ -20,6 +23,8 @@ from cute_kernels.indexer.ops import (
     score_top_k_decode,
     score_top_k_prefill,
     score_top_k_workspace_size,
+    select_candidate_blocks,
+    select_candidate_blocks_workspace_size,
     top_k_keys,
     top_k_per_row_decode,
     top_k_per_row_prefill,
@@ -72,6 +77,7 @@ __all__ = [
     "build_flashinfer_mixed_sparse_indices",
     "build_step_metadata",
     "combine_topk_swa_indices",
+    "compress_latent",
     "compress_norm_rope_store",
     "compute_decode_swa_indices",
     "compute_global_topk_indices_and_lens",
@@ -90,6 +96,7 @@ __all__ = [
     "fused_qkv_insert_compress",
     "fused_qkv_insert_compress_index",
     "get_compressed_slot_mapping",
+    "k_norm_rope_store",
     "merge_attention_states",
     "merge_top_k_keys",
     "mqa_logits",
@@ -99,10 +106,13 @@ __all__ = [
     "pack_records",
     "paged_mqa_logits",
     "quantize_and_insert_k_cache",
+    "rope_quant_insert",
     "save_partial_states",
     "score_top_k_decode",
     "score_top_k_prefill",
     "score_top_k_workspace_size",
+    "select_candidate_blocks",
+    "select_candidate_blocks_workspace_size",
     "sparse_mla_decode",
     "sparse_mla_decode_workspace_size",
     "sparse_mla_mixed",

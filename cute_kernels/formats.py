@@ -296,9 +296,11 @@ class IndexerMxfp4Format(KVFormat):
     def fields(self, block_size: int) -> tuple[tuple[int, int], ...]:
         return ((0, 64), (block_size * 64, 4))
 
-    def encode(self, rows: torch.Tensor, rounding: str = "ties_to_lower") -> tuple[torch.Tensor, torch.Tensor]:
-        """bf16 [n, 128] -> (packed uint8 [n, 64], scale bytes uint8 [n, 4])."""
-        return numerics.quantize_e2m1(rows, rounding)
+    def encode(
+        self, rows: torch.Tensor, rounding: str = "ties_to_lower", floor: float = numerics.CACHE_FLOOR
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """bf16 [n, 128] -> (packed uint8 [n, 64], scale bytes uint8 [n, 4]); floor: smallest absmax of a block."""
+        return numerics.quantize_e2m1(rows, rounding, floor=floor)
 
     def decode(self, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Inverse of `encode`: fp32 [n, 128]."""
@@ -311,9 +313,10 @@ class IndexerMxfp4Format(KVFormat):
         slots: torch.Tensor,
         rows: torch.Tensor,
         rounding: str = "ties_to_lower",
+        floor: float = numerics.CACHE_FLOOR,
     ) -> None:
         """Encode bf16 [n, 128] into the records at `slots`."""
-        self.write_fields(cache, block_size, slots, *self.encode(rows, rounding))
+        self.write_fields(cache, block_size, slots, *self.encode(rows, rounding, floor))
 
 
 @dataclass(frozen=True, kw_only=True)

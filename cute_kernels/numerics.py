@@ -14,6 +14,8 @@ E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 CACHE_FLOOR = 1e-4
 """Smallest absmax a cache or indexer block is scaled for."""
+E2M1_FLOOR = E2M1_MAX * 2.0**-126
+"""Smallest absmax a block of e2m1 codes can be scaled for with a normal scale: V4.1's floor of MXFP4 blocks."""
 OUTPUT_FLOOR = 1e-10
 """Smallest absmax an output-projection block is scaled for."""
 
@@ -110,10 +112,12 @@ def quantize_e4m3(x: torch.Tensor, block: int, floor: float = CACHE_FLOOR) -> tu
     return to_e4m3(blocks * ue8m0_inverse(byte)[..., None]).flatten(-2), byte
 
 
-def quantize_e2m1(x: torch.Tensor, rounding: str, block: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_e2m1(
+    x: torch.Tensor, rounding: str, block: int = 32, floor: float = CACHE_FLOOR
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Block-quantize [..., n] to (packed uint8 [..., n / 2], scale bytes uint8 [..., n / block])."""
     blocks = x.float().unflatten(-1, (-1, block))
-    byte = ue8m0_from_absmax(absmax(blocks), E2M1_MAX, CACHE_FLOOR)
+    byte = ue8m0_from_absmax(absmax(blocks), E2M1_MAX, floor)
     return pack_nibbles(to_e2m1(blocks * ue8m0_inverse(byte)[..., None], rounding).flatten(-2)), byte
 
 

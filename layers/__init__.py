@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V4 attention layers made of cute_kernels' ops: torch modules, caches, metadata and checkpoints.
+"""DeepSeek-V4 and V4.1 attention layers made of cute_kernels' ops: torch modules, caches, metadata and checkpoints.
 
 The package is cute_kernels.layers. In a checkout, whose top level has its folder, `layers` is a second name of it.
 """
@@ -43,9 +43,19 @@ from .mla import DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention
 from .mtp import DeepseekV4MTPNorms
 from .parallel import TensorParallel
 from .rotary import RotaryEmbedding
+from .v41_caches import V41Caches
+from .v41_checkpoint import (
+    build_v41_layer,
+    random_v41_layer_tensors,
+    read_v41_layer_tensors,
+)
+from .v41_config import V41_PRESETS, DeepseekV41Config
+from .v41_layer import DeepseekV41Attention, V41Options
+from .v41_step import V41Selection, V41Step, V41StepBuilder, V41Tables, late_rows
 
 __all__ = [
     "PRESETS",
+    "V41_PRESETS",
     "AttentionOptions",
     "BlockTables",
     "CheckpointError",
@@ -68,6 +78,8 @@ __all__ = [
     "DeepseekV4MetadataBuilder",
     "DeepseekV4MultiHeadLatentAttentionWrapper",
     "DeepseekV4SWACache",
+    "DeepseekV41Attention",
+    "DeepseekV41Config",
     "GroupCommunicator",
     "KVCacheSpec",
     "LayerCaches",
@@ -75,13 +87,23 @@ __all__ = [
     "SparseAttnIndexer",
     "TensorParallel",
     "ThreadCommunicator",
+    "V41Caches",
+    "V41Options",
+    "V41Selection",
+    "V41Step",
+    "V41StepBuilder",
+    "V41Tables",
     "build_layer",
+    "build_v41_layer",
     "deepseek_v4_attention",
     "forward_context",
     "get_kv_cache_spec",
     "held_layers",
+    "late_rows",
     "random_layer_tensors",
+    "random_v41_layer_tensors",
     "read_layer_tensors",
+    "read_v41_layer_tensors",
     "register_layer",
     "unregister_layer",
 ]

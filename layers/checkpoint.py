@@ -130,6 +130,11 @@ def read_layer_tensors(directory: str | Path, layer_index: int, config: Deepseek
     config   of the layer they are for: a tensor of another shape is refused before memory is asked for
     """
     shapes = {} if config is None else tensor_shapes(config, config.compress_ratio_of(layer_index))
+    return read_tensors(directory, layer_index, shapes)
+
+
+def read_tensors(directory: str | Path, layer_index: int, shapes: dict[str, tuple[int, ...]]) -> Tensors:
+    """`read_layer_tensors` for a layer whose tensors have these shapes, as far as they are known."""
     directory = Path(directory)
     prefixes = tuple(f"{model}layers.{layer_index}.attn." for model in ("", "model."))
     listed, paths = _paths(directory)
@@ -144,7 +149,7 @@ def read_layer_tensors(directory: str | Path, layer_index: int, config: Deepseek
                     if prefix is not None:
                         short = name[len(prefix) :]
                         if short in shapes:
-                            _check_shape(layer_index, short, shapes[short], file.get_slice(name).get_shape())
+                            check_shape(layer_index, short, shapes[short], file.get_slice(name).get_shape())
                         tensors[short] = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"checkpoint: cannot read {path}: {error}") from error
@@ -153,14 +158,14 @@ def read_layer_tensors(directory: str | Path, layer_index: int, config: Deepseek
     return tensors
 
 
-def _check_shape(layer_index: int, name: str, shape: tuple[int, ...], found: Sequence[int]) -> None:
+def check_shape(layer_index: int, name: str, shape: tuple[int, ...], found: Sequence[int]) -> None:
     if tuple(found) != shape:
         raise CheckpointError(
             f"checkpoint: layer {layer_index}: {name}: expected shape {list(shape)}, got {list(found)}"
         )
 
 
-def _scale_of(tensors: Tensors, linear: str) -> torch.Tensor | None:
+def scale_of(tensors: Tensors, linear: str) -> torch.Tensor | None:
     found = [_as_fp32(linear, tensors[linear + suffix]) for suffix in SCALE_SUFFIXES if linear + suffix in tensors]
     if len(found) > 1 and not torch.equal(*found):
         names = " and ".join(linear + suffix for suffix in SCALE_SUFFIXES)
@@ -181,7 +186,7 @@ def check_tensors(config: DeepseekV4Config, layer_index: int, tensors: Tensors) 
     for name, shape in tensor_shapes(config, config.compress_ratio_of(layer_index)).items():
         if name not in tensors:
             raise CheckpointError(f"checkpoint: layer {layer_index}: missing tensor {name}")
-        _check_shape(layer_index, name, shape, tensors[name].shape)
+        check_shape(layer_index, name, shape, tensors[name].shape)
         linear = name.removesuffix(".weight")
         fp8 = tensors[name].dtype == torch.float8_e4m3fn
         if fp8 and linear not in QUANTIZED_TENSORS + DEQUANTIZED_TENSORS:
@@ -190,9 +195,9 @@ def check_tensors(config: DeepseekV4Config, layer_index: int, tensors: Tensors) 
             raise CheckpointError(
                 f"checkpoint: layer {layer_index}: {name}: expected bf16, fp32 or e4m3, got {tensors[name].dtype}"
             )
-        if not _usable(name, tensors[name]):
+        if not is_usable(name, tensors[name]):
             raise CheckpointError(f"checkpoint: layer {layer_index}: {name}: holds NaN or infinite values")
-        if _overflows(name, tensors[name]):
+        if overflows(name, tensors[name]):
             raise CheckpointError(f"checkpoint: layer {layer_index}: {name}: holds values beyond those of its layer")
         if fp8:
             _check_scale(config, layer_index, linear, tensors)
@@ -221,18 +226,18 @@ def _is_fp8(tensors: Tensors, linear: str) -> bool:
 def _dequantized(tensors: Tensors, linear: str) -> torch.Tensor:
     """A weight that the layer keeps as bf16: exact where scales are powers of two."""
     weight = tensors[linear + ".weight"]
-    scale = _scale_of(tensors, linear) if _is_fp8(tensors, linear) else None
+    scale = scale_of(tensors, linear) if _is_fp8(tensors, linear) else None
     return weight if scale is None else dequantize_weight(weight, scale, torch.float32)
 
 
-def _usable(name: str, tensor: torch.Tensor) -> bool:
+def is_usable(name: str, tensor: torch.Tensor) -> bool:
     """No NaN; infinite only where that means something: a sink that takes nothing or everything."""
     if tensor.dtype == torch.float8_e4m3fn:
         return not bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any())
     return not bool((tensor.isnan() if name == "attn_sink" else ~tensor.isfinite()).any())
 
 
-def _overflows(name: str, tensor: torch.Tensor) -> bool:
+def overflows(name: str, tensor: torch.Tensor) -> bool:
     """Whether finite values become infinite where the layer keeps them: in fp32 (sinks, positions, norms that are), or
     bf16."""
     if tensor.dtype == torch.float8_e4m3fn or tensor.numel() == 0:
@@ -258,7 +263,7 @@ def _name_unused(config: DeepseekV4Config, layer_index: int, tensors: Tensors, q
 
 
 def _check_scale(config: DeepseekV4Config, layer_index: int, linear: str, tensors: Tensors) -> None:
-    scale = _scale_of(tensors, linear)
+    scale = scale_of(tensors, linear)
     where = f"checkpoint: layer {layer_index}: {linear}"
     if scale is None:
         raise CheckpointError(f"{where}: FP8 weight without {linear}.scale")
@@ -303,7 +308,7 @@ def load_layer(layer: DeepseekV4MultiHeadLatentAttentionWrapper, tensors: Tensor
     def weight_and_scale(linear: str, dim: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight, scale = tensors[linear + ".weight"], None
         if _is_fp8(tensors, linear):
-            scale = _scale_of(tensors, linear)
+            scale = scale_of(tensors, linear)
         if dim is None:
             return weight, scale
         return tp.slice(weight, dim), None if scale is None else tp.slice(scale, dim)
@@ -361,6 +366,8 @@ def build_layer(
     device: torch.device | str = "cpu",
 ) -> DeepseekV4MultiHeadLatentAttentionWrapper:
     """A layer with these weights; which linears are FP8 follows from the tensors."""
+    if not isinstance(config, DeepseekV4Config):  # ratios of another model would mean other layers
+        raise TypeError(f"build_layer: config: expected a DeepseekV4Config, got {type(config).__name__}")
     quantized = check_tensors(config, layer_index, tensors)
     assert quantized <= QUANTIZED_LINEARS
     layer = DeepseekV4MultiHeadLatentAttentionWrapper(

@@ -21,7 +21,21 @@ class ConfigError(ValueError):
     """A configuration that cannot be used, in one line."""
 
 
-def _require(condition: bool, name: str, expected: str, got: object) -> None:
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    path = Path(path)
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config: cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"config: {path} is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"config: {path}: expected an object, got {type(raw).__name__}")
+    return raw
+
+
+def require(condition: bool, name: str, expected: str, got: object) -> None:
     if not condition:
         shown = repr(got)
         shown = shown if len(shown) <= _LONGEST_VALUE else shown[: _LONGEST_VALUE - 3] + "..."
@@ -29,12 +43,8 @@ def _require(condition: bool, name: str, expected: str, got: object) -> None:
 
 
 @dataclass(frozen=True)
-class DeepseekV4Config:
-    """Dimensions of the attention layers.
-
-    compress_ratios[i] is the kind of layer i: 1 attends to the sliding window alone, 4 adds compressed entries picked
-    by the indexer (C4A), 128 adds every compressed entry (C128A). A config's 0 means 1.
-    """
+class AttentionConfig:
+    """Dimensions that the attention layers of all models of the family have."""
 
     hidden_size: int = 4096
     num_hidden_layers: int = 43
@@ -45,7 +55,7 @@ class DeepseekV4Config:
     index_n_heads: int = 64
     index_topk: int = 512
     sliding_window: int = 128
-    compress_ratios: tuple[int, ...] = (1, 1, *((4, 128) * 20), 4, 1)
+    compress_ratios: tuple[int, ...] = ()
     rms_norm_eps: float = 1e-6
     hc_mult: int = 4
     max_position_embeddings: int = 1048576
@@ -61,36 +71,34 @@ class DeepseekV4Config:
 
     def __post_init__(self) -> None:
         for name, only in (("head_dim", HEAD_DIM), ("qk_rope_head_dim", ROPE_DIM), ("index_head_dim", INDEX_DIM)):
-            _require(getattr(self, name) == only, name, f"{only}", getattr(self, name))
+            require(getattr(self, name) == only, name, f"{only}", getattr(self, name))
         for name in (
             "hidden_size", "num_hidden_layers", "num_attention_heads", "q_lora_rank", "o_groups", "o_lora_rank",
             "index_n_heads", "index_topk", "sliding_window", "hc_mult", "max_position_embeddings",
             "rope_original_max_position",
         ):  # fmt: skip
             value = getattr(self, name)
-            _require(type(value) is int and 0 < value < 2**31, name, "a positive integer below 2**31", value)
+            require(type(value) is int and 0 < value < 2**31, name, "a positive integer below 2**31", value)
         for name in (
             "rms_norm_eps", "rope_theta", "compress_rope_theta", "rope_factor", "rope_beta_fast", "rope_beta_slow",
         ):  # fmt: skip
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            _require(number and 0 < value <= sys.float_info.max, name, "a positive number", value)
+            require(number and 0 < value <= sys.float_info.max, name, "a positive number", value)
         for name in ("rope_theta", "compress_rope_theta"):
-            _require(getattr(self, name) > 1, name, "a number above 1", getattr(self, name))
-        _require(
+            require(getattr(self, name) > 1, name, "a number above 1", getattr(self, name))
+        require(
             self.num_attention_heads % self.o_groups == 0,
             "num_attention_heads",
             f"a multiple of o_groups = {self.o_groups}",
             self.num_attention_heads,
         )
-        _require(
+        require(
             len(self.compress_ratios) >= self.num_hidden_layers,
             "compress_ratios",
             f"at least num_hidden_layers = {self.num_hidden_layers} entries",
             len(self.compress_ratios),
         )
-        for ratio in self.compress_ratios:
-            _require(ratio in COMPRESS_RATIOS, "compress_ratios", f"entries among 0 and {COMPRESS_RATIOS}", ratio)
 
     @property
     def heads_per_group(self) -> int:
@@ -103,10 +111,26 @@ class DeepseekV4Config:
         return float(self.head_dim**-0.5)
 
     def compress_ratio_of(self, layer_index: int) -> int:
-        """The kind of a layer."""
+        """The entry of compress_ratios for a layer."""
         count = len(self.compress_ratios)
-        _require(0 <= layer_index < count, "layer_index", f"0..{count - 1}", layer_index)
+        require(0 <= layer_index < count, "layer_index", f"0..{count - 1}", layer_index)
         return self.compress_ratios[layer_index]
+
+
+@dataclass(frozen=True)
+class DeepseekV4Config(AttentionConfig):
+    """Dimensions of V4's attention layers.
+
+    compress_ratios[i] is the kind of layer i: 1 attends to the sliding window alone, 4 adds compressed entries picked
+    by the indexer (C4A), 128 adds every compressed entry (C128A). A config's 0 means 1.
+    """
+
+    compress_ratios: tuple[int, ...] = (1, 1, *((4, 128) * 20), 4, 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for ratio in self.compress_ratios:
+            require(ratio in COMPRESS_RATIOS, "compress_ratios", f"entries among 0 and {COMPRESS_RATIOS}", ratio)
 
     def layer_of_kind(self, compress_ratio: int) -> int:
         """The first layer with this ratio."""
@@ -117,16 +141,7 @@ class DeepseekV4Config:
     @classmethod
     def from_json(cls, path: str | Path) -> DeepseekV4Config:
         """Read a HuggingFace config.json, in DeepSeek's own spelling or in transformers'."""
-        path = Path(path)
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"config: cannot read {path}: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"config: {path} is not valid JSON: {error}") from error
-        if not isinstance(raw, dict):
-            raise ConfigError(f"config: {path}: expected an object, got {type(raw).__name__}")
-        return cls.from_dict(raw)
+        return cls.from_dict(read_json(path))
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> DeepseekV4Config:
@@ -136,18 +151,8 @@ class DeepseekV4Config:
         A missing rope_scaling is V4-Flash's too, one that is null means none.
         """
         kind = raw.get("model_type", "deepseek_v4")
-        _require(kind == "deepseek_v4", "model_type", "'deepseek_v4'", kind)
-        values: dict[str, Any] = {}
-        for name in (
-            "hidden_size", "num_hidden_layers", "num_attention_heads", "q_lora_rank", "o_groups", "o_lora_rank",
-            "index_n_heads", "index_topk", "sliding_window", "rms_norm_eps", "hc_mult", "max_position_embeddings",
-            "rope_theta", "compress_rope_theta", "head_dim", "qk_rope_head_dim", "index_head_dim",
-        ):  # fmt: skip
-            if raw.get(name) is not None:
-                values[name] = raw[name]
-        values["compress_ratios"] = _compress_ratios(raw)
-        values.update(_rope(raw))
-        return cls(**values)
+        require(kind == "deepseek_v4", "model_type", "'deepseek_v4'", kind)
+        return cls(**{**dimensions(raw), "compress_ratios": _compress_ratios(raw)})
 
     def reduced(self) -> DeepseekV4Config:
         """The same layer kinds at a width that a laptop runs in seconds; top-k is small enough to truncate rows."""
@@ -176,18 +181,31 @@ V4_PRO = DeepseekV4Config(
 PRESETS = {"v4-flash": V4_FLASH, "v4-pro": V4_PRO}
 
 
+def dimensions(raw: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a parsed config.json that all models of the family have, but for the kinds of the layers."""
+    values: dict[str, Any] = {}
+    for name in (
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "q_lora_rank", "o_groups", "o_lora_rank",
+        "index_n_heads", "index_topk", "sliding_window", "rms_norm_eps", "hc_mult", "max_position_embeddings",
+        "rope_theta", "compress_rope_theta", "head_dim", "qk_rope_head_dim", "index_head_dim",
+    ):  # fmt: skip
+        if raw.get(name) is not None:
+            values[name] = raw[name]
+    return values | _rope(raw)
+
+
 def _compress_ratios(raw: dict[str, Any]) -> tuple[int, ...]:
     ratios: Any = raw.get("compress_ratios")
     types: Any = raw.get("layer_types")
     if ratios is None and types is not None:
-        _require(isinstance(types, list), "layer_types", "a list", types)
+        require(isinstance(types, list), "layer_types", "a list", types)
         for name in types:
             known = isinstance(name, str) and name in _LAYER_TYPES
-            _require(known, "layer_types", f"entries among {sorted(_LAYER_TYPES)}", name)
+            require(known, "layer_types", f"entries among {sorted(_LAYER_TYPES)}", name)
         return tuple(_LAYER_TYPES[name] for name in types)
-    _require(isinstance(ratios, list), "compress_ratios", "a list of integers", ratios)
+    require(isinstance(ratios, list), "compress_ratios", "a list of integers", ratios)
     for ratio in ratios:
-        _require(type(ratio) is int, "compress_ratios", "a list of integers", ratio)
+        require(type(ratio) is int, "compress_ratios", "a list of integers", ratio)
     return tuple(1 if r == 0 else r for r in ratios)
 
 
@@ -196,12 +214,12 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
     if raw.get(name) is None and raw.get("rope_scaling", ...) is None:
         return {"rope_factor": 1.0}
     scaling = raw.get(name) or {}
-    _require(isinstance(scaling, dict), name, "an object", scaling)
+    require(isinstance(scaling, dict), name, "an object", scaling)
     values: dict[str, Any] = {}
     if "compress" in scaling:
         for key, part in (("rope_theta", "main"), ("compress_rope_theta", "compress")):
             section = scaling.get(part, {})
-            _require(isinstance(section, dict), f"{name}.{part}", "an object", section)
+            require(isinstance(section, dict), f"{name}.{part}", "an object", section)
             if section.get("rope_theta") is not None:
                 values[key] = section["rope_theta"]
         scaling = scaling["compress"]
@@ -210,7 +228,7 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
     kind = scaling.get("rope_type", scaling.get("type", "yarn"))
     if kind == "default":
         return {**values, "rope_factor": 1.0}
-    _require(kind == "yarn", f"{name}.type", "'yarn'", kind)
+    require(kind == "yarn", f"{name}.type", "'yarn'", kind)
     names = {
         "factor": "rope_factor",
         "beta_fast": "rope_beta_fast",

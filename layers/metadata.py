@@ -22,7 +22,7 @@ from cute_kernels.runtime.compile import launch, record_launches
 from cute_kernels.runtime.ops import CHECKED, NVTX
 
 from .caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOCK_SIZE
-from .config import COMPRESS_RATIOS, DeepseekV4Config
+from .config import COMPRESS_RATIOS, AttentionConfig
 
 Ints: TypeAlias = "Sequence[int] | npt.NDArray[Any]"
 
@@ -363,7 +363,7 @@ class DeepseekV4MetadataBuilder:
 
     def __init__(
         self,
-        config: DeepseekV4Config,
+        config: AttentionConfig,
         max_num_tokens: int,
         max_model_len: int,
         device: torch.device | str = "cpu",

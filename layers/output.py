@@ -19,7 +19,7 @@ from cute_kernels.runtime import record
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.record import Cost
 
-from .config import DeepseekV4Config
+from .config import AttentionConfig
 from .linear import WEIGHT_BLOCK, Fp8Rows, Linear, matmul
 from .parallel import TensorParallel
 
@@ -38,7 +38,7 @@ class OutputProjection(nn.Module):
 
     def __init__(
         self,
-        config: DeepseekV4Config,
+        config: AttentionConfig,
         tp: TensorParallel,
         *,
         wo_a_quantized: bool,

@@ -10,10 +10,10 @@ from torch import nn
 
 from cute_kernels.runtime.checks import Checker
 
-from .config import DeepseekV4Config
+from .config import AttentionConfig
 
 
-def inverse_frequencies(config: DeepseekV4Config, compressed: bool) -> torch.Tensor:
+def inverse_frequencies(config: AttentionConfig, compressed: bool) -> torch.Tensor:
     """float64 [32] angular frequencies of a layer.
 
     YaRN (arXiv 2309.00071): dimensions that turn often within the original context keep their frequency, those that
@@ -46,7 +46,7 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(
         self,
-        config: DeepseekV4Config,
+        config: AttentionConfig,
         compressed: bool,
         max_positions: int | None = None,
         device: torch.device | str = "cpu",

@@ -12,6 +12,7 @@ import torch
 
 from cute_kernels.formats import INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4
 from cute_kernels.indexer import ops as _registered  # noqa: F401
+from cute_kernels.numerics import CACHE_FLOOR
 from perf.bench import Arguments, Bench, Case, Run
 from perf.grid import draw, draw_rows, mark
 
@@ -62,7 +63,7 @@ def _query(fp4: bool, transformed: bool, rows: int, seed: int) -> Arguments:
     if fp4:
         codes = torch.empty(rows, HEADS, INDEX_DIM // 2, dtype=torch.uint8, device="cuda")
         scales = torch.empty(rows, HEADS, dtype=torch.int32, device="cuda")
-        return *inputs, "ties_to_lower", transformed, codes, scales, weights_out, False, False
+        return *inputs, "ties_to_lower", CACHE_FLOOR, transformed, codes, scales, weights_out, False, False
     return *inputs, transformed, torch.empty_like(q, dtype=torch.float8_e4m3fn), weights_out, False, False
 
 

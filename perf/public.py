@@ -99,6 +99,10 @@ def _all_visible(given: Given) -> Call:
     return partial(cute_kernels.all_visible_entries, k=given["out"].shape[1], **given)
 
 
+def _select_blocks(given: Given) -> Call:
+    return partial(cute_kernels.select_candidate_blocks, num_blocks=given["out"].shape[1], **given)
+
+
 def _top_k(op: str, given: Given) -> Call:
     stride0, stride1 = given["logits"].stride()
     next_n = {"next_n": given["seq_lens"].shape[1]} if op == "top_k_per_row_decode" else {}
@@ -167,8 +171,10 @@ _OTHERWISE: Mapping[str, Callable[[Given], Call]] = {
     "paged_mqa_logits": partial(_paged, "paged_mqa_logits"),
     "quantize_fp8_1x128": _quantize,
     "save_partial_states": _save,
+    "score_candidates_decode": partial(_paged, "score_top_k_decode"),
     "score_top_k_decode": partial(_paged, "score_top_k_decode"),
     "score_top_k_prefill": partial(_contiguous, "score_top_k_prefill"),
+    "select_candidate_blocks": _select_blocks,
     "sparse_mla_decode": partial(_attention, "sparse_mla_decode"),
     "sparse_mla_prefill": partial(_attention, "sparse_mla_prefill"),
     "sparse_mla_prefill_paged": partial(_attention, "sparse_mla_prefill_paged"),

@@ -38,11 +38,19 @@ if importlib.util.find_spec("torch") is None:
     sys.exit(2)
 
 import torch
-from layer_runner import explain
+from layer_runner import explain, v41
 from layer_runner.dump import write_dump
 from layer_runner.picture import draw
 from layer_runner.ranks import Ranks, check_gpus, join, own_rank, start
-from layer_runner.report import CEILINGS, render, render_exchanged, render_launches, render_steps, step_as_json
+from layer_runner.report import (
+    CEILINGS,
+    format_bytes,
+    render,
+    render_exchanged,
+    render_launches,
+    render_steps,
+    step_as_json,
+)
 from layer_runner.requests import InputError, Request, array_sequences, make_requests, text_sequences
 from layer_runner.run import KINDS, LayerReport, count_steps, max_rows, run_layer, run_once
 from rich.console import Console
@@ -50,22 +58,32 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cute_kernels.layers import (
     PRESETS,
+    V41_PRESETS,
     AttentionOptions,
     CheckpointError,
     CommunicatorError,
     DeepseekV4Config,
     DeepseekV4MultiHeadLatentAttentionWrapper,
+    DeepseekV41Attention,
+    DeepseekV41Config,
     TensorParallel,
+    V41Options,
     build_layer,
+    build_v41_layer,
     held_layers,
     random_layer_tensors,
+    random_v41_layer_tensors,
     read_layer_tensors,
+    read_v41_layer_tensors,
 )
 from cute_kernels.layers.caches import INDEX_CACHES, KV_CACHES
+from cute_kernels.layers.config import read_json
 from cute_kernels.layers.mla import PREFILL_FORMS
 from cute_kernels.layers.parallel import INDEXER_FORMS
+from cute_kernels.layers.v41_config import is_v41
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 
+MODELS: Mapping[str, DeepseekV4Config | DeepseekV41Config] = {**PRESETS, **V41_PRESETS}
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLE_TEXT = ROOT / "scripts" / "data" / "sample.txt"
 TEXT_PREFILL = 400
@@ -103,7 +121,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
     weights = parser.add_argument_group("weights")
     source = weights.add_mutually_exclusive_group()
-    source.add_argument("--model", choices=sorted(PRESETS), default="v4-flash", help="seeded weights (v4-flash)")
+    source.add_argument("--model", choices=sorted(MODELS), default="v4-flash", help="seeded weights (v4-flash)")
     source.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="config.json and *.safetensors as published, at their own width"
     )
@@ -201,29 +219,49 @@ def can_write(path: Path) -> bool:
         return False
 
 
-def read_config(args: argparse.Namespace) -> DeepseekV4Config:
+def read_config(args: argparse.Namespace) -> DeepseekV4Config | DeepseekV41Config:
+    config: DeepseekV4Config | DeepseekV41Config
     if args.checkpoint is not None:
         if not args.checkpoint.is_dir():
             raise CheckpointError(f"checkpoint: {args.checkpoint} is not a directory")
-        config = DeepseekV4Config.from_json(args.checkpoint / "config.json")
+        config = config_of(read_json(args.checkpoint / "config.json"))
     else:
-        config = PRESETS[args.model] if args.full_width else PRESETS[args.model].reduced()
-    if config.o_groups % args.tp:
+        config = MODELS[args.model] if args.full_width else MODELS[args.model].reduced()
+    if isinstance(config, DeepseekV41Config):
+        for flag, refused in (
+            ("--tp", args.tp > 1),
+            ("--wo-a", args.wo_a is not None),
+            ("--kv-cache", args.kv_cache != "fp8_ds_mla"),
+            ("--index-hadamard", args.index_hadamard),
+            ("--prefill-form", args.prefill_form != "gathered"),
+            ("--dump", args.dump is not None),
+        ):
+            if refused:
+                raise InputError(f"{flag}: layers of V4.1 do not take it")
+    elif config.o_groups % args.tp:
         raise InputError(f"--tp: expected a divisor of the {config.o_groups} output groups, got {args.tp}")
     return config if args.index_topk is None else replace(config, index_topk=args.index_topk)
 
 
-def choose_layers(args: argparse.Namespace, config: DeepseekV4Config) -> list[int]:
+def config_of(raw: dict[str, Any]) -> DeepseekV4Config | DeepseekV41Config:
+    """Of a parsed config.json, by its model_type."""
+    return DeepseekV41Config.from_dict(raw) if is_v41(raw) else DeepseekV4Config.from_dict(raw)
+
+
+def choose_layers(args: argparse.Namespace, config: DeepseekV4Config | DeepseekV41Config) -> list[int]:
     ratios = config.compress_ratios
     if args.layer is not None:
         if not 0 <= args.layer < len(ratios):
             raise InputError(f"--layer: expected 0..{len(ratios) - 1}, got {args.layer}")
-        return [args.layer]
+        if isinstance(config, DeepseekV4Config):
+            return [args.layer]
     candidates: Sequence[int] = range(len(ratios))
     if args.checkpoint is not None:
         candidates = [index for index in held_layers(args.checkpoint) if index < len(ratios)]
         if not candidates:
             raise CheckpointError(f"checkpoint: {args.checkpoint} holds no tensor named layers.N.attn.*")
+    if isinstance(config, DeepseekV41Config):
+        return v41.chosen_layers(config, args.layer, candidates if args.checkpoint is not None else None)
     layers = [next((i for i in candidates if ratios[i] == ratio), None) for ratio in KINDS]
     chosen = [index for index in layers if index is not None]
     if args.dump is not None and len(chosen) > 1:
@@ -231,7 +269,7 @@ def choose_layers(args: argparse.Namespace, config: DeepseekV4Config) -> list[in
     return chosen
 
 
-def read_requests(args: argparse.Namespace, config: DeepseekV4Config) -> list[Request]:
+def read_requests(args: argparse.Namespace, config: DeepseekV4Config | DeepseekV41Config) -> list[Request]:
     if args.hidden_states is not None:
         sequences = array_sequences(args.hidden_states, args.batch, config.hidden_size)
     else:
@@ -268,9 +306,24 @@ def make_layer(
     return build_layer(config, index, tensors, options=options, device=args.device)
 
 
+def make_v41_layer(
+    args: argparse.Namespace, config: DeepseekV41Config, index: int, requests: Sequence[Request]
+) -> DeepseekV41Attention:
+    if args.checkpoint is not None:
+        tensors = read_v41_layer_tensors(args.checkpoint, index, config)
+    else:
+        tensors = random_v41_layer_tensors(config, index, args.seed)
+    options = V41Options(
+        index_cache=args.index_cache,
+        max_model_len=max(request.reach for request in requests),
+        max_num_tokens=max_rows(requests, args.chunk),
+    )
+    return build_v41_layer(config, index, tensors, options=options, device=args.device)
+
+
 def introduce(
     args: argparse.Namespace,
-    config: DeepseekV4Config,
+    config: DeepseekV4Config | DeepseekV41Config,
     device_name: str,
     kinds: Sequence[str],
     requests: Sequence[Request],
@@ -281,7 +334,7 @@ def introduce(
     elif args.full_width:
         weights = f"seeded (--seed {args.seed}), {args.model} at its published width"
     else:
-        weights, published = f"seeded (--seed {args.seed}), {args.model} at a reduced width", PRESETS[args.model]
+        weights, published = f"seeded (--seed {args.seed}), {args.model} at a reduced width", MODELS[args.model]
     is_text = args.hidden_states is None
     source = args.text if is_text else args.hidden_states
     if source.is_relative_to(ROOT):
@@ -290,7 +343,11 @@ def introduce(
 
 
 def print_report(
-    console: Console, report: LayerReport, roofs: Mapping[str, float] | None, on_gpu: bool, top_k: int
+    console: Console,
+    report: LayerReport,
+    roofs: Mapping[str, float] | None,
+    on_gpu: bool,
+    config: DeepseekV4Config | DeepseekV41Config,
 ) -> None:
     title = f"layer {report.layer_index} ({report.kind})"
     console.print(render(report.rows, title, on_gpu))
@@ -300,7 +357,10 @@ def print_report(
     if report.exchanged is not None:
         console.print(render_exchanged(report.exchanged))
     if report.truncated is not None:
-        print(explain.truncation(report.truncated, top_k))
+        print(explain.truncation(report.truncated, config.index_topk))
+    if report.restricted is not None:
+        assert isinstance(config, DeepseekV41Config)
+        print(explain.restriction(report.restricted, config))
     for check in report.checks:
         print(f"{'PASS' if check.passed else 'FAIL'} {check.name} ({check.detail})")
     print(flush=True)
@@ -319,6 +379,8 @@ def report_as_json(report: LayerReport, roofs: Mapping[str, float] | None, on_gp
         values["exchanged"] = report.exchanged
     if report.truncated is not None:
         values["rows_truncated_by_topk"], values["rows"] = report.truncated
+    if report.restricted is not None:
+        values["rows_cut_by_candidates"] = report.restricted[0]
     return values
 
 
@@ -335,11 +397,24 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     requests = read_requests(args, config)
     one = TensorParallel()
     tp = one if ranks is None else TensorParallel(group=ranks.communicator, indexer=args.tp_indexer)
-    layers = [make_layer(args, config, index, requests, tp) for index in indices]
+    layers: list[DeepseekV4MultiHeadLatentAttentionWrapper] = []
+    stack: list[DeepseekV41Attention] = []
+    if isinstance(config, DeepseekV41Config):
+        stack = [make_v41_layer(args, config, index, requests) for index in indices]
+        kinds = [v41.kind_name(config, index) for index in indices]
+    else:
+        layers = [make_layer(args, config, index, requests, tp) for index in indices]
+        kinds = [KINDS[layer.compress_ratio] for layer in layers]
 
     # A narrow terminal wraps lines itself; cut numbers would be worse.
     console = Console(width=max(Console().width, 120) if sys.stdout.isatty() else 150)
-    introduction = introduce(args, config, device_name, [KINDS[layer.compress_ratio] for layer in layers], requests)
+    introduction = introduce(args, config, device_name, kinds, requests)
+    sizes = [layer.weight_bytes for layer in stack if layer.weight_bytes is not None]
+    if sizes:
+        stored, kept = (format_bytes(sum(getattr(s, name) for s in sizes)) for name in ("stored", "kept"))
+        introduction.append(
+            f"FP8 weights are expanded to bf16, exactly: {stored} as a checkpoint has them, {kept} here."
+        )
     words = explain.legend(config)
     print("\n".join([*introduction, "", *words, ""]), flush=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -347,11 +422,25 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=is_quiet)
     steps = count_steps(requests, args.chunk, args.device, args.dump is not None)
     reports = []
+    if stack:
+        with bar:
+            task = bar.add_task("layers", total=v41.count_steps(len(stack), requests, args.chunk, args.device))
+            reports = v41.run_stack(
+                stack,
+                requests,
+                chunk=args.chunk,
+                device=args.device,
+                seed=args.seed,
+                on_step=lambda: bar.advance(task),
+            )
+        for report in reports:
+            print_report(console, report, roofs, on_gpu, config)
     for layer in layers:
         whole = None
         if ranks is not None:
             layer.verify_ranks()
             if ranks.speaks:
+                assert isinstance(config, DeepseekV4Config)
                 by_itself = make_layer(args, config, layer.layer_index, requests, one)
                 whole = run_once(by_itself, requests, args.chunk, args.device, args.seed)
                 del by_itself
@@ -371,7 +460,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
                 whole=whole,
             )
             bar.remove_task(task)
-        print_report(console, report, roofs, on_gpu, config.index_topk)
+        print_report(console, report, roofs, on_gpu, config)
         if report.arrays is not None:
             write_dump(args.dump, report.arrays)
         reports.append(report)
@@ -379,10 +468,10 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     checks = [check for report in reports for check in report.checks]
     failed = sum(not check.passed for check in checks)
     tokens = sum(request.length for request in requests)
-    plural = "s" * (len(layers) > 1)
+    plural = "s" * (len(reports) > 1)
     seconds = time.perf_counter() - start
     print(
-        f"{len(checks) - failed} of {len(checks)} checks passed: {len(layers)} layer{plural}, {tokens} tokens each, "
+        f"{len(checks) - failed} of {len(checks)} checks passed: {len(reports)} layer{plural}, {tokens} tokens each, "
         f"{sum(row.calls for report in reports for row in report.rows)} calls of ops in {seconds:.0f} s"
         + (f", {args.tp} ranks" if ranks is not None else "")
     )

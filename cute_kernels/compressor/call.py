@@ -79,3 +79,47 @@ class FusedCall(NamedTuple):
     e2m1_rounding: str
     index_hadamard: bool
     use_pdl: bool
+
+
+class LatentCall(NamedTuple):
+    """compress_latent."""
+
+    kv_score: torch.Tensor
+    positions: torch.Tensor
+    token_to_req_indices: torch.Tensor | None
+    query_start_loc: torch.Tensor | None
+    state_cache: torch.Tensor | None
+    slot_mapping: torch.Tensor | None
+    norm_weight: torch.Tensor
+    eps: float
+    compress_ratio: int
+    out: torch.Tensor
+    use_pdl: bool
+
+
+class RopeInsertCall(NamedTuple):
+    """rope_quant_insert."""
+
+    latent: torch.Tensor
+    positions: torch.Tensor
+    cos_sin_cache: torch.Tensor
+    kv_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    compress_ratio: int
+    kv_format: str
+    use_pdl: bool
+
+
+class KeyStoreCall(NamedTuple):
+    """k_norm_rope_store."""
+
+    k: torch.Tensor
+    norm_weight: torch.Tensor
+    eps: float
+    positions: torch.Tensor
+    cos_sin_cache: torch.Tensor
+    kv_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    compress_ratio: int
+    kv_format: str
+    use_pdl: bool

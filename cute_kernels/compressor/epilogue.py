@@ -105,9 +105,18 @@ class EntryStore:
     e2m1_rounding    for MXFP4
     index_hadamard   for formats of 128 columns
     arch             compile target
+    e2m1_floor       smallest absmax of a block, for MXFP4
     """
 
-    def __init__(self, kv_format: str, fp32_weight: bool, e2m1_rounding: str, index_hadamard: bool, arch: str) -> None:
+    def __init__(
+        self,
+        kv_format: str,
+        fp32_weight: bool,
+        e2m1_rounding: str,
+        index_hadamard: bool,
+        arch: str,
+        e2m1_floor: float = CACHE_FLOOR,
+    ) -> None:
         fmt = FORMATS[kv_format]
         self.kv_format = kv_format
         self.dim = fmt.dim
@@ -115,6 +124,7 @@ class EntryStore:
         self.e2m1_rounding = e2m1_rounding
         self.index_hadamard = index_hadamard
         self.arch = arch
+        self.e2m1_floor = e2m1_floor
         self.data_bytes = fmt.fields(1)[0][1]
         self.scale_bytes = fmt.fields(1)[1][1] if len(fmt.fields(1)) > 1 else 0
 
@@ -150,6 +160,11 @@ class EntryStore:
             values = [part(word) for word in (low, high) for part in (convert.bf16_low, convert.bf16_high)]
             values = transforms.hadamard(values, column // 4)
             low, high = ptx.bf16x2(values[0], values[1]), ptx.bf16x2(values[2], values[3])
+        self.write(cache, column, low, high, slot, loaded.fp8_scale)
+
+    @cute.jit
+    def write(self, cache: Cache, column: Any, low: Any, high: Any, slot: Any, fp8_scale: Any = None) -> None:
+        """Quantize the lane's four columns, two bf16 pairs, and store them at `slot`, as `finish` does."""
         is_inside = (slot >= 0) & (slot < Int64(cache.capacity))
         page, row = divmod(Int32(slot if is_inside else Int64(0)), cache.divisor)
         start = cache.pool + Int64(page) * cache.page_stride
@@ -160,7 +175,7 @@ class EntryStore:
         elif const_expr(self.kv_format == PLAIN_BF16.id):
             ptx.store_global_64(data + Int64(column) * 2, low, high, is_inside)
         elif const_expr(self.kv_format == PLAIN_FP8.id):
-            inverse = ptx.reciprocal_rn(loaded.fp8_scale.bitcast(Float32))
+            inverse = ptx.reciprocal_rn(fp8_scale.bitcast(Float32))
             ptx.store_global_s32(data + Int64(column), convert.e4m3_from_bf16x4(low, high, inverse), is_inside)
         elif const_expr(self.kv_format == INDEXER_FP8.id):
             byte = self._scale_byte(low, high, E4M3_MAX)
@@ -193,7 +208,8 @@ class EntryStore:
         """ue8m0 byte of the lanes that share a scale."""
         pair = reduce.lanes_max_bf16x2(convert.absmax_bf16x2(low, high), _LANES_PER_SCALE[self.kv_format])
         absmax = ptx.max_f32(convert.bf16_low(pair), convert.bf16_high(pair))
-        return convert.ue8m0_from_absmax(absmax, largest, CACHE_FLOOR)
+        floor = self.e2m1_floor if largest == E2M1_MAX else CACHE_FLOOR
+        return convert.ue8m0_from_absmax(absmax, largest, floor)
 
     @cute.jit
     def _store_ds_mla(self, data: Any, scale: Any, column: Any, low: Any, high: Any, is_inside: Any) -> None:
@@ -220,14 +236,14 @@ def store_for(kv_format: str, fp32_weight: bool, e2m1_rounding: str, index_hadam
 
 
 def numbers(kv_cache: Any, cos_sin_cache: Any, weight: Any, fp8_scale: Any, eps: float) -> tuple[Any, ...]:
-    """The numbers of `Cache` for a launch."""
+    """The numbers of `Cache` for a launch; weight: None where nothing is normed."""
     pages, page_rows, _ = kv_cache.shape
     return (
         kv_cache.data_ptr(),
         kv_cache.stride(0) * kv_cache.element_size(),
         page_rows,
         pages * page_rows,
-        weight.data_ptr(),
+        0 if weight is None else weight.data_ptr(),
         cos_sin_cache.data_ptr(),
         cos_sin_cache.stride(0) * 4,
         cos_sin_cache.shape[0],
@@ -252,7 +268,7 @@ def why_not(kv_cache: Any, cos_sin_cache: Any, weight: Any, kv_format: str) -> s
             f"rows of cos_sin_cache must be 8-byte aligned, got address {cos_sin_cache.data_ptr():#x} and row stride "
             f"{cos_sin_cache.stride(0)}"
         )
-    four = 4 * weight.element_size()
-    if weight.data_ptr() % four:
+    four = 0 if weight is None else 4 * weight.element_size()
+    if weight is not None and weight.data_ptr() % four:
         return f"rms_norm_weight must be {four}-byte aligned, got address {weight.data_ptr():#x}"
     return ""

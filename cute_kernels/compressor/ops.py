@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compressor: save projections in the state cache, close groups of tokens into compressed cache entries."""
+"""The compressor: save projections in the state cache, close groups of tokens into compressed cache entries. Of V4.1:
+latents of one or two tokens, and the two records that are stored of each.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,27 @@ import torch
 
 from cute_kernels import formats, numerics
 from cute_kernels.compressor import reference
-from cute_kernels.compressor.call import CompressCall, FusedCall, SaveCall, SlotsCall
+from cute_kernels.compressor.call import (
+    CompressCall,
+    FusedCall,
+    KeyStoreCall,
+    LatentCall,
+    RopeInsertCall,
+    SaveCall,
+    SlotsCall,
+)
 from cute_kernels.runtime import checks
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 
 __all__ = [
+    "compress_latent",
     "compress_norm_rope_store",
     "fused_compress_norm_rope_store",
     "get_compressed_slot_mapping",
+    "k_norm_rope_store",
+    "rope_quant_insert",
     "save_partial_states",
 ]
 
@@ -644,3 +657,294 @@ def fused_compress_norm_rope_store(
             use_pdl,
         )
     )
+
+
+# ---- V4.1: latents, and what is stored of them
+
+LATENT_RATIOS = (1, 2)
+ENTRY_FORMATS = (formats.FP8_DS_MLA,)
+KEY_FORMATS = (formats.INDEXER_FP8, formats.INDEXER_MXFP4)
+
+
+_OF_REQUESTS = ("token_to_req_indices", "query_start_loc")
+
+
+def _check_latent(call: LatentCall) -> None:
+    c = Checker("compress_latent")
+    c.one_of("compress_ratio", call.compress_ratio, LATENT_RATIOS)
+    c.tensor("kv_score", call.kv_score, torch.float32, ("T", formats.HEAD_DIM * call.compress_ratio))
+    c.tensor("out", call.out, torch.bfloat16, ("T", formats.HEAD_DIM))
+    c.tensor("norm_weight", call.norm_weight, torch.bfloat16, (formats.HEAD_DIM,))
+    c.require(call.eps >= 0, "eps", "a number >= 0", call.eps)
+    state = {name: getattr(call, name) for name in ("state_cache", "slot_mapping", *_OF_REQUESTS)}
+    if call.compress_ratio == 1:
+        rows = call.kv_score.shape[0]
+        for name, value in state.items():
+            c.require(value is None, name, "None for compress_ratio 1", "a tensor")
+    else:
+        for name, value in state.items():
+            c.require(value is not None, name, "a tensor for compress_ratio 2", "None")
+        c.tensor("slot_mapping", call.slot_mapping, torch.int64, (None,))
+        assert call.slot_mapping is not None
+        assert call.state_cache is not None
+        rows = call.slot_mapping.shape[0]
+        c.require(rows <= call.kv_score.shape[0], "slot_mapping", f"at most T = {call.kv_score.shape[0]} rows", rows)
+        formats.compressor_state(formats.HEAD_DIM, 2).check(c, "state_cache", call.state_cache)
+        ring = call.state_cache.shape[1]
+        c.require(ring > 0 and ring % 2 == 0, "state_cache", "pages of an even number of rows", ring)
+        assert call.token_to_req_indices is not None
+        assert call.query_start_loc is not None
+        _check_rows(c, "token_to_req_indices", call.token_to_req_indices, torch.int32, rows)
+        c.tensor("query_start_loc", call.query_start_loc, torch.int32, (None,))
+        c.require(call.query_start_loc.shape[0] > 0, "query_start_loc", "R + 1 elements", "none")
+    _check_rows(c, "positions", call.positions, torch.int64, rows)
+
+
+def _cost_latent(call: LatentCall) -> Cost:
+    if call.compress_ratio == 1:
+        return Cost(bytes=nbytes(call.kv_score, call.out, call.norm_weight))
+    acts, before, _ = reference.partners(call)
+    closing = acts & (call.positions[: acts.shape[0]] % 2 == 1)
+    kept = reference.kept_rows(call)
+    read = closing | kept
+    read[before[closing & (before >= 0)]] = True
+    of_ring = int((closing & (before < 0)).sum())
+    row = 4 * call.kv_score.shape[1]
+    moved = (int(read.sum()) + of_ring + int(kept.sum())) * row + 2 * formats.HEAD_DIM * int(closing.sum())
+    return Cost(bytes=moved + 20 * acts.shape[0] + nbytes(call.norm_weight, call.query_start_loc))
+
+
+def _validate_latent(call: LatentCall) -> None:
+    if call.compress_ratio == 1:
+        return
+    op = "compress_latent"
+    assert call.query_start_loc is not None
+    assert call.slot_mapping is not None
+    assert call.state_cache is not None
+    checks.ascending(op, "query_start_loc", call.query_start_loc)
+    kept = reference.kept_rows(call)
+    written = call.slot_mapping.where(kept, torch.full_like(call.slot_mapping, -1))
+    checks.distinct_slots(op, "slot_mapping", written, call.state_cache.shape[0] * call.state_cache.shape[1])
+
+
+def _latent_kernel() -> OpKernel[LatentCall]:
+    from cute_kernels.compressor.latent import KERNEL
+
+    return KERNEL
+
+
+_latent = define_op(
+    "compress_latent(Tensor kv_score, Tensor positions, Tensor? token_to_req_indices, Tensor? query_start_loc, "
+    "Tensor(a!)? state_cache, Tensor? slot_mapping, Tensor norm_weight, float eps, int compress_ratio, "
+    "Tensor(b!) out, bool use_pdl) -> ()",
+    LatentCall,
+    check=_check_latent,
+    reference=reference.compress_latent,
+    kernel=_latent_kernel,
+    cost=_cost_latent,
+    validate=_validate_latent,
+)
+
+
+def compress_latent(
+    kv_score: torch.Tensor,
+    positions: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    compress_ratio: int,
+    *,
+    state_cache: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
+    query_start_loc: torch.Tensor | None = None,
+    token_to_req_indices: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    use_pdl: bool = False,
+) -> torch.Tensor:
+    """The latents of V4.1's compressor: one for each token, or for each two.
+
+    Ratio 1: out[t] = norm(kv_score[t]). Ratio 2: a row at an odd position closes its latent, norm(m) with m, per
+    channel, the mean of the kv halves of it and the row before weighted by the softmax of their gate halves. The row
+    before is that of this step, or for the first row of a request that of the request's ring, which then keeps the
+    request's last rows. x and m are rounded to bf16, norm(x) = x * rsqrt(mean(x^2) + eps) * weight in fp32, rounded
+    once. The latent is not rotated.
+
+    kv_score               fp32 [T, 512 * ratio], of ratio 2 kv half then gate half; rows of any stride (16-byte
+                           aligned on a GPU)
+    positions              int64 [>= T'], consecutive within a request
+    norm_weight            bf16 [512]
+    eps                    added to the mean square; 1e-20 makes zeros of a row of zeros
+    compress_ratio         1, which takes none of the next four and T' = T, or 2
+    state_cache            fp32 [num_blocks, rows, 1024], a block being a request's ring: the row of position p is
+                           number p mod rows, which is even; page stride = stride(0); mutated
+    slot_mapping           int64 [T'], T' <= T: where a row's ring has it, block * rows + p mod rows. A slot outside
+                           the cache: the row closes and keeps nothing
+    query_start_loc        int32 [R + 1]: request r has rows query_start_loc[r] to query_start_loc[r + 1] - 1. The last
+                           min(its rows, rows of the ring) are kept
+    token_to_req_indices   int32 [>= T']; a row whose request is not in 0..R-1 closes and keeps nothing
+    out                    bf16 [T, 512], row-strided; of ratio 2 only the rows that close a latent are written
+    use_pdl                start while the kernel before on the stream still runs (programmatic dependent launch), and
+                           wait for it before anything is read
+
+    Returns out. Raises ValueError or TypeError on arguments that do not fit.
+    """
+    if out is None:
+        Checker("compress_latent").tensor("kv_score", kv_score, torch.float32, (None, None))
+        out = kv_score.new_empty((kv_score.shape[0], formats.HEAD_DIM), dtype=torch.bfloat16)
+    requests = token_to_req_indices, query_start_loc
+    ring = state_cache, slot_mapping
+    _latent(LatentCall(kv_score, positions, *requests, *ring, norm_weight, eps, compress_ratio, out, use_pdl))
+    return out
+
+
+def _check_stored(c: Checker, call: RopeInsertCall | KeyStoreCall, *allowed: formats.KVFormat) -> None:
+    """What both ops that store something of a latent have."""
+    fmt = formats.get_format(c, "kv_format", call.kv_format, *allowed)
+    c.one_of("compress_ratio", call.compress_ratio, LATENT_RATIOS)
+    fmt.check(c, "kv_cache", call.kv_cache)
+    c.require(call.kv_cache.shape[1] > 0, "kv_cache", "pages of at least one row", list(call.kv_cache.shape))
+    c.tensor("slot_mapping", call.slot_mapping, torch.int64, (None,))
+    _check_rows(c, "positions", call.positions, torch.int64, call.slot_mapping.shape[0])
+    c.tensor("cos_sin_cache", call.cos_sin_cache, torch.float32, (None, formats.ROPE_DIM))
+    c.require(call.cos_sin_cache.shape[0] > 0, "cos_sin_cache", "at least one position", list(call.cos_sin_cache.shape))
+
+
+def _cost_stored(call: RopeInsertCall | KeyStoreCall) -> Cost:
+    fmt = formats.FORMATS[call.kv_format]
+    rows = reference.stored_rows(call)[0].shape[0]
+    read = 2 * fmt.dim + 4 * formats.ROPE_DIM
+    return Cost(bytes=rows * (read + fmt.page_bytes(1)) + 16 * call.slot_mapping.shape[0])
+
+
+def _validate_stored(op: str, call: RopeInsertCall | KeyStoreCall) -> None:
+    """The slots that the call writes must be distinct."""
+    rows, _ = reference.stored_rows(call)
+    checks.distinct_slots(op, "slot_mapping", call.slot_mapping[rows], call.kv_cache.shape[0] * call.kv_cache.shape[1])
+
+
+def _check_rope_insert(call: RopeInsertCall) -> None:
+    c = Checker("rope_quant_insert")
+    _check_stored(c, call, *ENTRY_FORMATS)
+    c.tensor("latent", call.latent, torch.bfloat16, (None, formats.HEAD_DIM))
+    rows = call.slot_mapping.shape[0]
+    c.require(rows <= call.latent.shape[0], "slot_mapping", f"at most the {call.latent.shape[0]} rows of latent", rows)
+
+
+def _validate_rope_insert(call: RopeInsertCall) -> None:
+    _validate_stored("rope_quant_insert", call)
+
+
+def _rope_insert_kernel() -> OpKernel[RopeInsertCall]:
+    from cute_kernels.compressor.latent_store import INSERT
+
+    return INSERT
+
+
+_rope_insert = define_op(
+    "rope_quant_insert(Tensor latent, Tensor positions, Tensor cos_sin_cache, Tensor(a!) kv_cache, "
+    "Tensor slot_mapping, int compress_ratio, str kv_format, bool use_pdl) -> ()",
+    RopeInsertCall,
+    check=_check_rope_insert,
+    reference=reference.rope_quant_insert,
+    kernel=_rope_insert_kernel,
+    cost=_cost_stored,
+    validate=_validate_rope_insert,
+)
+
+
+def rope_quant_insert(
+    latent: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    compress_ratio: int,
+    *,
+    kv_format: str = formats.FP8_DS_MLA.id,
+    use_pdl: bool = False,
+) -> None:
+    """Store the entries of V4.1's compressed cache: latents, rotated, rounded to bf16, quantized.
+
+    Row t acts iff slot_mapping[t] is a slot of the cache and (positions[t] + 1) mod ratio == 0. Its last 64 columns are
+    rotated with the entry's first position, positions[t] - positions[t] mod ratio, in fp32, and rounded to bf16 before
+    anything looks at their size.
+
+    latent           bf16 [T, 512], row-strided: what `compress_latent` returns
+    positions        int64 [>= T']; a position outside the table takes the table's nearest row
+    cos_sin_cache    fp32 [max_pos, 64], cos then sin
+    kv_cache         the compressed cache, [num_blocks, rows, row_elements] of kv_format; mutated
+    slot_mapping     int64 [T'], T' <= T, slots of kv_cache, distinct where valid
+    compress_ratio   1 or 2
+    kv_format        record format id, "fp8_ds_mla/1"
+    use_pdl          as of `compress_latent`
+
+    Raises ValueError or TypeError on arguments that do not fit.
+    """
+    cache = kv_cache, slot_mapping, compress_ratio, kv_format
+    _rope_insert(RopeInsertCall(latent, positions, cos_sin_cache, *cache, use_pdl))
+
+
+def _check_key_store(call: KeyStoreCall) -> None:
+    c = Checker("k_norm_rope_store")
+    _check_stored(c, call, *KEY_FORMATS)
+    c.tensor("k", call.k, torch.bfloat16, (None, formats.INDEX_DIM))
+    rows = call.slot_mapping.shape[0]
+    c.require(rows <= call.k.shape[0], "slot_mapping", f"at most the {call.k.shape[0]} rows of k", rows)
+    c.tensor("norm_weight", call.norm_weight, torch.bfloat16, (formats.INDEX_DIM,))
+    c.require(call.eps >= 0, "eps", "a number >= 0", call.eps)
+
+
+def _validate_key_store(call: KeyStoreCall) -> None:
+    _validate_stored("k_norm_rope_store", call)
+
+
+def _key_store_kernel() -> OpKernel[KeyStoreCall]:
+    from cute_kernels.compressor.latent_store import STORE
+
+    return STORE
+
+
+_key_store = define_op(
+    "k_norm_rope_store(Tensor k, Tensor norm_weight, float eps, Tensor positions, Tensor cos_sin_cache, "
+    "Tensor(a!) kv_cache, Tensor slot_mapping, int compress_ratio, str kv_format, bool use_pdl) -> ()",
+    KeyStoreCall,
+    check=_check_key_store,
+    reference=reference.k_norm_rope_store,
+    kernel=_key_store_kernel,
+    cost=_cost_stored,
+    validate=_validate_key_store,
+)
+
+
+def k_norm_rope_store(
+    k: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    compress_ratio: int,
+    *,
+    kv_format: str = formats.INDEXER_FP8.id,
+    use_pdl: bool = False,
+) -> None:
+    """Store V4.1's index keys: normed, rounded to bf16, rotated, rounded to bf16, quantized.
+
+    Rows act, and are rotated, as in `rope_quant_insert`. norm(x) = x * rsqrt(mean(x^2) + eps) * weight in fp32. MXFP4
+    codes are rounded to nearest, ties to even, and the smallest absmax of a block is 6 * 2^-126; of FP8 it is 1e-4.
+
+    k                bf16 [T, 128], row-strided: latents times the key projection
+    norm_weight      bf16 [128]
+    eps              added to the mean square
+    positions        int64 [>= T']; a position outside the table takes the table's nearest row
+    cos_sin_cache    fp32 [max_pos, 64], cos then sin
+    kv_cache         the cache of keys, [num_blocks, rows, row_elements] of kv_format; mutated
+    slot_mapping     int64 [T'], T' <= T, slots of kv_cache, distinct where valid
+    compress_ratio   1 or 2
+    kv_format        record format id: "indexer_fp8/1" or "indexer_mxfp4/1"
+    use_pdl          as of `compress_latent`
+
+    Raises ValueError or TypeError on arguments that do not fit.
+    """
+    rows = k, norm_weight, eps, positions, cos_sin_cache
+    _key_store(KeyStoreCall(*rows, kv_cache, slot_mapping, compress_ratio, kv_format, use_pdl))

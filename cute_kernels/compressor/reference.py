@@ -17,7 +17,15 @@ from typing import Any
 import torch
 
 from cute_kernels import formats, numerics
-from cute_kernels.compressor.call import CompressCall, FusedCall, SaveCall, SlotsCall
+from cute_kernels.compressor.call import (
+    CompressCall,
+    FusedCall,
+    KeyStoreCall,
+    LatentCall,
+    RopeInsertCall,
+    SaveCall,
+    SlotsCall,
+)
 from cute_kernels.formats import valid_slots
 from cute_kernels.paging import entries_to_slots, of_request, row_positions
 
@@ -217,3 +225,87 @@ def fused_compress_norm_rope_store(call: FusedCall) -> None:
     kv, score = call.kv_score[rows].chunk(2, dim=1)
     fresh = state_rows(kv, score, call.ape, call.positions[rows], call.compress_ratio)
     state.write(call.state_cache, call.state_cache.shape[1], call.slot_mapping[rows], fresh)
+
+
+# ---- V4.1: latents, and what is stored of them
+
+
+def partners(call: LatentCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of ratio 2: bool [T'], the rows that take part; int64 [T'], row of the step at the position before, or -1 where
+    that is in the ring; int64 [T'], the slot before the row's in its ring."""
+    assert call.slot_mapping is not None
+    assert call.state_cache is not None
+    assert call.query_start_loc is not None
+    assert call.token_to_req_indices is not None
+    slots = call.slot_mapping
+    n, (pages, ring, _) = slots.shape[0], call.state_cache.shape
+    positions, requests = call.positions[:n], call.token_to_req_indices[:n]
+    acts = valid_slots(slots, pages * ring) & (positions >= 0)
+    acts &= valid_slots(requests, call.query_start_loc.shape[0] - 1)
+    row = torch.arange(n, device=slots.device)
+    first = of_request(call.query_start_loc[:-1], requests)
+    before = (row - 1).where(row > first, torch.full_like(row, -1))
+    page = torch.div(slots, ring, rounding_mode="floor")
+    return acts, before, page * ring + (slots - 1) % ring
+
+
+def kept_rows(call: LatentCall) -> torch.Tensor:
+    """bool [T']: the rows whose projections the ring keeps, the last ones of each request."""
+    assert call.query_start_loc is not None
+    assert call.token_to_req_indices is not None
+    assert call.state_cache is not None
+    acts, _, _ = partners(call)
+    n = acts.shape[0]
+    last = of_request(call.query_start_loc[1:], call.token_to_req_indices[:n]).clamp(max=n)
+    row = torch.arange(n, device=acts.device)
+    return acts & (row >= last - call.state_cache.shape[1]) & (row < last)
+
+
+def compress_latent(call: LatentCall) -> None:
+    weight, eps = call.norm_weight, call.eps
+    if call.compress_ratio == 1:
+        rows = call.kv_score.to(torch.bfloat16)
+        call.out.copy_(numerics.to_bf16(numerics.rms_norm(rows, weight, eps)))
+        return
+    assert call.slot_mapping is not None
+    assert call.state_cache is not None
+    acts, before, ring_slots = partners(call)
+    closing = (acts & (call.positions[: acts.shape[0]] % 2 == 1)).nonzero().squeeze(1)
+    state = formats.compressor_state(formats.HEAD_DIM, call.compress_ratio)
+    pair = torch.stack([torch.zeros_like(call.kv_score[closing]), call.kv_score[closing]], dim=1)
+    here = before[closing] >= 0
+    pair[here, 0] = call.kv_score[before[closing][here]]
+    pair[~here, 0] = state.read(call.state_cache, call.state_cache.shape[1], ring_slots[closing][~here])
+    mean = compress(pair, torch.ones_like(pair[..., 0], dtype=torch.bool), formats.HEAD_DIM, call.compress_ratio)
+    mean = mean.to(torch.bfloat16)
+    call.out[closing] = numerics.to_bf16(numerics.rms_norm(mean, weight, eps))
+    kept = kept_rows(call).nonzero().squeeze(1)
+    state.write(call.state_cache, call.state_cache.shape[1], call.slot_mapping[kept], call.kv_score[kept])
+
+
+def stored_rows(call: RopeInsertCall | KeyStoreCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [n], rows that close an entry and have a slot of the cache; int64 [n], the entry's first position."""
+    slots, ratio = call.slot_mapping, call.compress_ratio
+    positions = call.positions[: slots.shape[0]]
+    acts = valid_slots(slots, call.kv_cache.shape[0] * call.kv_cache.shape[1])
+    acts &= (positions >= 0) & ((positions + 1) % ratio == 0)
+    rows = acts.nonzero().squeeze(1)
+    return rows, positions[rows] - positions[rows] % ratio
+
+
+def rope_quant_insert(call: RopeInsertCall) -> None:
+    rows, first = stored_rows(call)
+    y = numerics.to_bf16(numerics.rotate(call.latent[rows], first, call.cos_sin_cache))
+    formats.FORMATS[call.kv_format].write(call.kv_cache, call.kv_cache.shape[1], call.slot_mapping[rows], y)
+
+
+def k_norm_rope_store(call: KeyStoreCall) -> None:
+    rows, first = stored_rows(call)
+    y = numerics.to_bf16(numerics.rms_norm(call.k[rows], call.norm_weight, call.eps))
+    y = numerics.to_bf16(numerics.rotate(y, first, call.cos_sin_cache))
+    where = call.kv_cache, call.kv_cache.shape[1], call.slot_mapping[rows]
+    fmt = formats.FORMATS[call.kv_format]
+    if isinstance(fmt, formats.IndexerMxfp4Format):
+        fmt.write(*where, y, "ties_to_even", numerics.E2M1_FLOOR)
+    else:
+        fmt.write(*where, y)

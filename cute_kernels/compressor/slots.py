@@ -18,7 +18,7 @@ from cute_kernels.compressor.call import SlotsCall
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.paging import LANES, Batch, BlockTable, block_table
 from cute_kernels.dsl.tensor import address, length
-from cute_kernels.models import ModelConfig
+from cute_kernels.models import ModelConfig, latent_ratios
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
@@ -118,7 +118,7 @@ class SlotsKernel:
 
 def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[SlotsKey]:
     """Models with compressed layers, of whatever ratio."""
-    return [SlotsKey(arch)] if set(config.compress_ratios) - {1} else []
+    return [SlotsKey(arch)] if set(config.compress_ratios) - {1} or latent_ratios(config) else []
 
 
 @cache

@@ -301,11 +301,153 @@ def soak_fused() -> Iterator[Example]:
         yield _example(f"{len(lengths)} requests of {tokens} tokens", a)
 
 
+# ---- V4.1: latents, and what is stored of them
+
+
+def latent_step(lengths: list[int], ratio: int, ring: int = 8, seed: int = 0, bad: bool = True) -> dict[str, Any]:
+    """Arguments of compress_latent on the CPU: requests with so many tokens each behind prefixes of random lengths.
+    Of ratio 2 all rings are full of numbers; with `bad`, some slots name no row, and a few rows belong to nobody."""
+    g = torch.Generator().manual_seed(seed)
+    prefixes = torch.randint(0, 1000, (len(lengths),), generator=g).tolist()
+    position = torch.tensor([p for a, n in zip(prefixes, lengths, strict=True) for p in range(a, a + n)] + [5, 6])
+    request = torch.tensor([r for r, n in enumerate(lengths) for _ in range(n)] + [-1, len(lengths)])
+    rows = position.shape[0]
+    wide = torch.randn(rows + 2, HEAD_DIM * ratio + 4, generator=g)
+    wide[3::7] *= 1e-3
+    wide[5::11] = 0
+    kv_score = wide[: rows + (1 if ratio == 2 else 0), : HEAD_DIM * ratio]
+    ring_of: tuple[Any, ...] = (None, None, None, None)
+    if ratio == 2:
+        fmt = compressor_state(HEAD_DIM, 2)
+        blocks = len(lengths) + 1
+        state = fmt.allocate(blocks, ring, page_stride=fmt.page_bytes(ring) + 64)
+        raw_memory(state).fill_(_POISON)
+        state.copy_(torch.randn(state.shape, generator=g))
+        block = torch.randperm(blocks, generator=g)[request.clamp(0, len(lengths) - 1)]
+        slots = block * ring + position % ring
+        if bad:
+            wrong = torch.tensor([*BAD_SLOTS, blocks * ring])
+            chosen = torch.rand(rows, generator=g) < 0.05
+            slots[chosen] = wrong[torch.randint(0, len(wrong), (int(chosen.sum()),), generator=g)]
+        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        ring_of = request.int(), starts, state, slots
+    out = torch.full((kv_score.shape[0], HEAD_DIM + 8), 7.0, dtype=torch.bfloat16)[:, :HEAD_DIM]
+    weight = (torch.randn(HEAD_DIM, generator=g) * torch.exp2(torch.arange(HEAD_DIM) % 9 - 6)).bfloat16()
+    names = "token_to_req_indices", "query_start_loc", "state_cache", "slot_mapping"
+    return {
+        "kv_score": kv_score,
+        "positions": position,
+        **dict(zip(names, ring_of, strict=True)),
+        "norm_weight": weight,
+        "eps": 1e-20,
+        "compress_ratio": ratio,
+        "out": out,
+        "use_pdl": False,
+    }
+
+
+def _latents_agree(names: list[str], got: Sequence[Any], want: Sequence[Any]) -> str:
+    g, w = dict(zip(names, got, strict=True)), dict(zip(names, want, strict=True))
+    a, b = g["out"].float(), w["out"].float()
+    bound = 2.0**-6 * b.abs() + 1e-5 * b.abs().amax(dim=1, keepdim=True)
+    wrong, changed = int(((a - b).abs() > bound).sum()), int((a != b).sum())
+    if wrong or changed > 4 + 0.01 * a.numel():
+        return f"{wrong} of {a.numel()} columns differ by more than roundings do, {changed} differ"
+    others = [name for name in names if name != "out"]
+    return compare_arguments(others, [g[name] for name in others], [w[name] for name in others])
+
+
+_LATENTS = ((_MIXED, 2, 8), (_MIXED, 1, 8), ([300, 1, 129], 2, 16), ([1] * 70, 2, 8), ([700], 1, 8))
+"""(tokens of the requests, ratio, rows of a ring)"""
+
+
+def latents() -> Iterator[Example]:
+    """compress_latent(kv_score, positions, token_to_req_indices, query_start_loc, state_cache, slot_mapping,
+    norm_weight, eps, compress_ratio, out, use_pdl)"""
+    for lengths, ratio, ring in (
+        (_MIXED, 2, 8),
+        (_MIXED, 1, 8),
+        ([300, 1, 129], 2, 16),
+        ([1] * 70, 2, 8),
+        ([700], 1, 8),
+    ):
+        a = latent_step(lengths, ratio, ring, seed=len(lengths))
+        a["use_pdl"] = len(lengths) > 3
+        agree = partial(_latents_agree, list(a))
+        yield Example(f"ratio {ratio}, {sum(lengths)} tokens, rings of {ring}", tuple(a.values()), agree)
+
+
+def stored_step(kv_format: str, rows: int, ratio: int, page_rows: int = 4, seed: int = 0) -> dict[str, Any]:
+    """Arguments of rope_quant_insert or k_norm_rope_store on the CPU, some slots of which name no row."""
+    g = torch.Generator().manual_seed(seed + rows)
+    fmt: Any = formats.FORMATS[kv_format]
+    x = torch.randn(rows + 1, fmt.dim + 8, generator=g) * torch.exp2(torch.randint(-20, 9, (rows + 1, 1), generator=g))
+    x[2::9] = 0
+    x[4::13, 5] = float("nan")
+    pages = -(-rows // page_rows) + 1
+    slots = torch.randperm(pages * page_rows, generator=g)[:rows]
+    chosen = torch.rand(rows, generator=g) < 0.05
+    slots[chosen] = torch.tensor([*BAD_SLOTS, pages * page_rows])[
+        torch.randint(0, len(BAD_SLOTS) + 1, (int(chosen.sum()),), generator=g)
+    ]
+    positions = torch.randint(-3, 500, (rows + 1,), generator=g)
+    angles = torch.rand(400, formats.ROPE_DIM // 2, generator=g) * 6.3
+    cache = _poisoned(fmt, pages, page_rows, 64)
+    table = torch.cat([angles.cos(), angles.sin()], dim=1)
+    is_key = fmt.dim == INDEX_DIM
+    weight = (torch.randn(INDEX_DIM, generator=g)).bfloat16()
+    return {
+        ("k" if is_key else "latent"): x.bfloat16()[:, : fmt.dim],
+        **({"norm_weight": weight, "eps": 1e-20} if is_key else {}),
+        "positions": positions,
+        "cos_sin_cache": table,
+        "kv_cache": cache,
+        "slot_mapping": slots,
+        "compress_ratio": ratio,
+        "kv_format": kv_format,
+        "use_pdl": rows > 50,
+    }
+
+
+def rope_inserts() -> Iterator[Example]:
+    """rope_quant_insert(latent, positions, cos_sin_cache, kv_cache, slot_mapping, ratio, kv_format, use_pdl)"""
+    for rows, ratio, page_rows in ((1, 1, 32), (61, 2, 4), (300, 1, 3), (0, 1, 4)):
+        a = stored_step(formats.FP8_DS_MLA.id, rows, ratio, page_rows)
+        yield Example(f"ratio {ratio}, {rows} rows, pages of {page_rows}", tuple(a.values()))
+
+
+def _keys_agree(names: list[str], got: Sequence[Any], want: Sequence[Any]) -> str:
+    g, w = dict(zip(names, got, strict=True)), dict(zip(names, want, strict=True))
+    slots = w["slot_mapping"].where(stored(w), torch.full_like(w["slot_mapping"], -1))
+    difference = entry_difference(w["kv_format"], g["kv_cache"], w["kv_cache"], slots)
+    others = [name for name in names if name != "kv_cache"]
+    return difference or compare_arguments(others, [g[name] for name in others], [w[name] for name in others])
+
+
+def stored(a: dict[str, Any]) -> torch.Tensor:
+    """bool [T'], the rows of a step that close an entry."""
+    positions = a["positions"][: a["slot_mapping"].shape[0]]
+    return (positions >= 0) & ((positions + 1) % a["compress_ratio"] == 0)
+
+
+def key_stores() -> Iterator[Example]:
+    """k_norm_rope_store(k, norm_weight, eps, positions, cos_sin_cache, kv_cache, slot_mapping, ratio, kv_format,
+    use_pdl)"""
+    for fmt in (formats.INDEXER_FP8, formats.INDEXER_MXFP4):
+        for rows, ratio, page_rows in ((1, 1, 32), (61, 2, 4), (300, 1, 3), (0, 1, 4)):
+            a = stored_step(fmt.id, rows, ratio, page_rows)
+            agree = partial(_keys_agree, list(a))
+            yield Example(f"{fmt.id}, ratio {ratio}, {rows} rows, pages of {page_rows}", tuple(a.values()), agree)
+
+
 SOAK = {"fused_compress_norm_rope_store": soak_fused}
 
 EXAMPLES = {
+    "compress_latent": latents,
     "compress_norm_rope_store": compress,
     "fused_compress_norm_rope_store": fused,
     "get_compressed_slot_mapping": slots,
+    "k_norm_rope_store": key_stores,
+    "rope_quant_insert": rope_inserts,
     "save_partial_states": save,
 }

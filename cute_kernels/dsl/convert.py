@@ -85,7 +85,7 @@ def absmax_bf16x2(*pairs: Any) -> Any:
     return largest
 
 
-def ue8m0_from_absmax(absmax: Any, largest: float, floor: float) -> Any:
+def ue8m0_from_absmax(absmax: Any, largest: float, floor: Any) -> Any:
     """Exponent byte e + 127 of the smallest power of two 2^e with max(absmax, floor) <= largest * 2^e.
 
     NaN counts as nothing and infinity as the largest fp32. The next power of two comes from the bits of the quotient.
@@ -94,7 +94,7 @@ def ue8m0_from_absmax(absmax: Any, largest: float, floor: float) -> Any:
     return ((bounded * Float32(1.0 / largest)).bitcast(Int32) + 0x007FFFFF) >> 23
 
 
-def ue8m0_from_absmax_each(pair: Iterable[Any], largest: float, floor: float, arch: str) -> Iterator[Any]:
+def ue8m0_from_absmax_each(pair: Iterable[Any], largest: float, floor: Any, arch: str) -> Iterator[Any]:
     """ue8m0_from_absmax of two numbers; where it takes an instruction for each, when it is asked for."""
     if arch not in BLACKWELL:
         yield from (ue8m0_from_absmax(absmax, largest, floor) for absmax in pair)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from cute_kernels import numerics
 from cute_kernels.formats import INDEX_DIM
 from cute_kernels.indexer import chunks
 
@@ -36,6 +37,10 @@ class QueryFp8Call(NamedTuple):
         return ""
 
     @property
+    def e2m1_floor(self) -> float:
+        return numerics.CACHE_FLOOR
+
+    @property
     def q_scale(self) -> None:
         return None
 
@@ -50,6 +55,7 @@ class QueryMxfp4Call(NamedTuple):
     index_weights_softmax_scale: float
     index_weights_head_scale: float
     e2m1_rounding: str
+    e2m1_floor: float
     index_hadamard: bool
     q_quant: torch.Tensor
     q_scale: torch.Tensor
@@ -277,6 +283,47 @@ class ScoreTopKDecodeCall(NamedTuple):
         """The call of paged_mqa_logits."""
         cache = self.kv_cache, self.weights, self.context_lens, self.block_tables, self.max_model_len
         return PagedLogitsCall(self.q, self.q_scale, *cache, False, self.kv_format, out)
+
+
+class SelectBlocksCall(NamedTuple):
+    """select_candidate_blocks."""
+
+    logits: torch.Tensor
+    seq_lens: torch.Tensor
+    out: torch.Tensor
+    workspace: torch.Tensor
+
+
+class CandidatesDecodeCall(NamedTuple):
+    """score_candidates_decode: score_top_k_decode of candidate blocks."""
+
+    q: torch.Tensor
+    q_scale: torch.Tensor | None
+    kv_cache: torch.Tensor
+    weights: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    candidates: torch.Tensor
+    max_model_len: int
+    kv_format: str
+    out: torch.Tensor
+    workspace: torch.Tensor
+
+
+class CandidatesPrefillCall(NamedTuple):
+    """score_candidates_prefill: score_top_k_prefill of candidate blocks."""
+
+    q: torch.Tensor
+    q_scale: torch.Tensor | None
+    k: torch.Tensor
+    k_scale: torch.Tensor
+    weights: torch.Tensor
+    cu_seq_len_k_start: torch.Tensor
+    cu_seq_len_k_end: torch.Tensor
+    candidates: torch.Tensor
+    max_seqlen_k: int
+    out: torch.Tensor
+    workspace: torch.Tensor
 
 
 def stride(tensor: torch.Tensor, axis: int) -> int:

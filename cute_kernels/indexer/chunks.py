@@ -26,6 +26,19 @@ ROWS = 4
 """A chunk of more rows has a multiple of these: score kernels take so many at a time."""
 
 
+CANDIDATE_BLOCK = 8
+"""Keys of a candidate block."""
+
+LENGTH_COLUMNS = 4
+"""Columns of the workspace behind the scores of a row's candidates, or its blocks' maxima: the first one has, as an
+int32, how many of them there are."""
+
+
+def candidate_columns(blocks: int) -> int:
+    """Of the workspace, for a row of so many candidate blocks."""
+    return CANDIDATE_BLOCK * blocks + LENGTH_COLUMNS
+
+
 def row_bytes(columns: int) -> int:
     """Of the scores of a row."""
     return 4 * round_up(columns, ROW_ALIGNMENT)

@@ -27,7 +27,7 @@ from cute_kernels.dsl import paging, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FORMATS, INDEXER_FP8, INDEXER_MXFP4, INDEXER_MXFP4_WIDE
 from cute_kernels.indexer.call import GatherCall
-from cute_kernels.models import ModelConfig
+from cute_kernels.models import ModelConfig, has_indexer
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
@@ -243,7 +243,7 @@ def key_for(arch: str, kv_format: str, size: int, aligned: bool) -> GatherKey:
 
 def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[GatherKey]:
     """Layers with indexer keys in any format, few keys or many."""
-    if 4 not in config.compress_ratios:
+    if not has_indexer(config):
         return []
     formats = (INDEXER_FP8, INDEXER_MXFP4, INDEXER_MXFP4_WIDE)
     return list(dict.fromkeys(key_for(arch, fmt.id, size, True) for fmt in formats for size in SIZES))

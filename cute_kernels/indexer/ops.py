@@ -9,8 +9,22 @@ import torch
 
 from cute_kernels import formats, numerics
 from cute_kernels.indexer import chunks, reference
+from cute_kernels.indexer.arguments import (
+    BYTES,
+    DIM,
+    MOST_PAGE_ROWS,
+    check_cache,
+    check_contiguous,
+    check_paged,
+    check_slots,
+    flat_pages,
+    split_contiguous,
+    split_paged,
+)
 from cute_kernels.indexer.call import (
     AllVisibleCall,
+    CandidatesDecodeCall,
+    CandidatesPrefillCall,
     GatherCall,
     KeysCall,
     LogitsCall,
@@ -20,6 +34,7 @@ from cute_kernels.indexer.call import (
     QueryMxfp4Call,
     ScoreTopKDecodeCall,
     ScoreTopKPrefillCall,
+    SelectBlocksCall,
     TopKDecodeCall,
     TopKPrefillCall,
 )
@@ -39,113 +54,12 @@ __all__ = [
     "score_top_k_decode",
     "score_top_k_prefill",
     "score_top_k_workspace_size",
+    "select_candidate_blocks",
+    "select_candidate_blocks_workspace_size",
     "top_k_keys",
     "top_k_per_row_decode",
     "top_k_per_row_prefill",
 ]
-
-
-# ---- checks that ops share
-
-DIM = formats.INDEX_DIM
-FORMATS = (formats.INDEXER_FP8, formats.INDEXER_MXFP4, formats.INDEXER_MXFP4_WIDE)
-BYTES = (torch.uint8, torch.int8)
-MOST_PAGE_ROWS = 2**30
-
-
-def flat_pages(op: str, kv_cache: Any) -> Any:
-    """[num_blocks, block_size, 1, row] -> [num_blocks, block_size, row]; any other shape passes through."""
-    if isinstance(kv_cache, torch.Tensor) and kv_cache.dim() == 4:
-        Checker(op).require(kv_cache.shape[2] == 1, "kv_cache", "one head", f"shape {list(kv_cache.shape)}")
-        return kv_cache.squeeze(2)
-    return kv_cache
-
-
-def check_cache(c: Checker, kv_cache: torch.Tensor, kv_format: str) -> bool:
-    """Check a paged cache of keys; whether it is MXFP4."""
-    fmt = formats.get_format(c, "kv_format", kv_format, *FORMATS)
-    fmt.check(c, "kv_cache", kv_cache)
-    c.require(kv_cache.shape[1] > 0, "kv_cache", "at least one row per page", f"shape {list(kv_cache.shape)}")
-    return kv_format != formats.INDEXER_FP8.id
-
-
-def check_slots(c: Checker, requests: int, slot_block_table: torch.Tensor | None, slot_rows_per_page: int) -> None:
-    """Check what turns entries into slots: a table with a row for every request, and rows of a page."""
-    if slot_block_table is None:
-        return
-    c.tensor("slot_block_table", slot_block_table, torch.int32, (requests, None))
-    limits = f"1 to {MOST_PAGE_ROWS} with slot_block_table"
-    c.require(0 < slot_rows_per_page <= MOST_PAGE_ROWS, "slot_rows_per_page", limits, slot_rows_per_page)
-
-
-def split_contiguous(op: str, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
-    """Codes and scales, or None, of queries, and codes and scales of keys, as the public functions take them."""
-    c = Checker(op)
-    q_scale = None
-    if isinstance(q, (tuple, list)):
-        q, q_scale = c.pair("q", q, "codes, scales")
-    k, k_scale = c.pair("kv", kv, "codes, scales")
-    c.tensor("q", q, (torch.float8_e4m3fn, *BYTES), (None, None, None))
-    c.tensor("kv[0]", k, (torch.float8_e4m3fn, *BYTES), (None, None))
-    return q, q_scale, k, k_scale
-
-
-def check_contiguous(c: Checker, call: LogitsCall | ScoreTopKPrefillCall) -> int:
-    """Check what is scored against contiguous keys; columns of the scores."""
-    if call.q_scale is None:
-        c.tensor("q", call.q, torch.float8_e4m3fn, ("M", "HI", DIM))
-        c.tensor("kv[0]", call.k, torch.float8_e4m3fn, ("N", DIM))
-        c.tensor("kv[1]", call.k_scale, torch.float32, ("N",))
-    else:
-        c.tensor("q[0]", call.q, BYTES, ("M", "HI", DIM // 2))
-        c.tensor("q[1]", call.q_scale, torch.int32, ("M", "HI"))
-        c.tensor("kv[0]", call.k, BYTES, ("N", DIM // 2))
-        c.tensor("kv[1]", call.k_scale, torch.int32, ("N",))
-    c.tensor("weights", call.weights, torch.float32, ("M", "HI"))
-    c.tensor("cu_seq_len_k_start", call.cu_seq_len_k_start, torch.int32, ("M",))
-    c.tensor("cu_seq_len_k_end", call.cu_seq_len_k_end, torch.int32, ("M",))
-    c.require(call.max_seqlen_k >= 0, "max_seqlen_k", "a number >= 0", call.max_seqlen_k)
-    return call.max_seqlen_k if call.max_seqlen_k > 0 else call.k.shape[0]
-
-
-def split_paged(op: str, q: Any, kv_cache: Any, context_lens: Any) -> tuple[Any, Any, Any, Any]:
-    """Codes and scales, or None, of queries, pages without heads, and one length per row, as the public functions take
-    them."""
-    c = Checker(op)
-    q_scale = None
-    if isinstance(q, (tuple, list)):
-        q, q_scale = c.pair("q", q, "codes, scales")
-    c.tensor("q", q, (torch.float8_e4m3fn, *BYTES), (None, None, None, None))
-    c.tensor("context_lens", context_lens, torch.int32)
-    if context_lens.dim() == 1:
-        c.require(
-            q.shape[1] == 1,
-            "context_lens",
-            f"one length per row, shape [B, next_n = {q.shape[1]}]",
-            f"shape {list(context_lens.shape)}",
-        )
-        context_lens = context_lens[:, None]
-    return q, q_scale, flat_pages(op, kv_cache), context_lens
-
-
-def check_paged(c: Checker, call: PagedLogitsCall | ScoreTopKDecodeCall) -> int:
-    """Check what is scored against keys in pages; number of rows."""
-    if check_cache(c, call.kv_cache, call.kv_format):
-        c.tensor("q[0]", call.q, BYTES, ("B", "next_n", "HI", DIM // 2))
-        c.tensor("q[1]", call.q_scale, torch.int32, ("B", "next_n", "HI"))
-    else:
-        c.require(call.q_scale is None, "q", f"one tensor for {call.kv_format}", "a pair")
-        c.tensor("q", call.q, torch.float8_e4m3fn, ("B", "next_n", "HI", DIM))
-    c.require(call.q.shape[1] > 0, "q", "next_n >= 1", f"shape {list(call.q.shape)}")
-    rows = call.q.shape[0] * call.q.shape[1]
-    c.tensor("weights", call.weights, torch.float32, (None, "HI"))
-    c.require(
-        call.weights.shape[0] == rows, "weights", f"B * next_n = {rows} rows", f"shape {list(call.weights.shape)}"
-    )
-    c.tensor("context_lens", call.context_lens, torch.int32, ("B", "next_n"))
-    c.tensor("block_tables", call.block_tables, torch.int32, ("B", None))
-    c.require(call.max_model_len >= 0, "max_model_len", "a number >= 0", call.max_model_len)
-    return rows
 
 
 # ---- queries
@@ -172,6 +86,7 @@ def _check_query_mxfp4(call: QueryMxfp4Call) -> None:
     c = Checker("fused_indexer_q_rope_quant_mxfp4")
     _check_query(c, call)
     c.one_of("e2m1_rounding", call.e2m1_rounding, numerics.E2M1_ROUNDINGS)
+    c.require(call.e2m1_floor >= numerics.E2M1_FLOOR, "e2m1_floor", "a number >= 6 * 2^-126", call.e2m1_floor)
     c.tensor("q_quant", call.q_quant, torch.uint8, ("T", "HI", DIM // 2))
     c.tensor("q_scale", call.q_scale, torch.int32, ("T", "HI"))
     c.tensor("weights_out", call.weights_out, (torch.float32, torch.bfloat16), ("T", "HI"))
@@ -210,8 +125,8 @@ def _query_mxfp4_kernel() -> OpKernel[QueryMxfp4Call]:
 _query_mxfp4 = define_op(
     "fused_indexer_q_rope_quant_mxfp4(Tensor positions, Tensor index_q, Tensor index_q_cos_sin_cache, "
     "Tensor index_weights, float index_weights_softmax_scale, float index_weights_head_scale, str e2m1_rounding, "
-    "bool index_hadamard, Tensor(a!) q_quant, Tensor(b!) q_scale, Tensor(c!) weights_out, bool round_weights, "
-    "bool use_pdl) -> ()",
+    "float e2m1_floor, bool index_hadamard, Tensor(a!) q_quant, Tensor(b!) q_scale, Tensor(c!) weights_out, "
+    "bool round_weights, bool use_pdl) -> ()",
     QueryMxfp4Call,
     check=_check_query_mxfp4,
     reference=reference.fused_indexer_q_rope_quant_mxfp4,
@@ -231,6 +146,7 @@ def fused_indexer_q_rope_quant(
     *,
     weights_out_dtype: torch.dtype = torch.float32,
     e2m1_rounding: str = "ties_to_lower",
+    e2m1_floor: float = numerics.CACHE_FLOOR,
     index_hadamard: bool = False,
     round_weights: bool = False,
     use_pdl: bool = False,
@@ -241,7 +157,7 @@ def fused_indexer_q_rope_quant(
     The rotation is done in fp32 and rounded to bf16; what follows sees bf16 values only.
     FP8: one scale 2^ceil(log2(max(absmax, 1e-4) / 448)) per head, folded into the weights:
     weights_out = ((w * scale) * softmax_scale) * head_scale, each product rounded to fp32.
-    MXFP4: one scale 2^ceil(log2(max(absmax, 1e-4) / 6)) per 32 columns, returned;
+    MXFP4: one scale 2^ceil(log2(max(absmax, e2m1_floor) / 6)) per 32 columns, returned;
     weights_out = (w * softmax_scale) * head_scale.
     The absmax ignores NaN; a NaN element becomes code 0x7F (e4m3) or 0 (e2m1).
 
@@ -254,6 +170,8 @@ def fused_indexer_q_rope_quant(
     use_fp4                       MXFP4 instead of FP8
     weights_out_dtype             torch.float32; MXFP4 also torch.bfloat16 (rounded once, at the end)
     e2m1_rounding                 MXFP4 only: "ties_to_lower" or "ties_to_even" (see numerics.to_e2m1)
+    e2m1_floor                    MXFP4 only: smallest absmax that a block is scaled for, 6 * 2^-126 or more; V4.1 has
+                                  ties to even and 6 * 2^-126
     index_hadamard                Hadamard-transform the rotated bf16 query in fp32 and round to bf16 before quantizing
     round_weights                 round fp32 weights to bf16 first: the bytes that bf16 weights give
     use_pdl                       start while the kernel before on the stream still runs (programmatic dependent
@@ -286,8 +204,8 @@ def fused_indexer_q_rope_quant(
     factors = (index_weights_softmax_scale, index_weights_head_scale)
     if use_fp4:
         codes, scales = q_quant
-        results = codes, scales, weights_out
-        _query_mxfp4(QueryMxfp4Call(*inputs, *factors, e2m1_rounding, index_hadamard, *results, round_weights, use_pdl))
+        results, codes_of = (codes, scales, weights_out), (e2m1_rounding, e2m1_floor)
+        _query_mxfp4(QueryMxfp4Call(*inputs, *factors, *codes_of, index_hadamard, *results, round_weights, use_pdl))
     else:
         _query_fp8(QueryFp8Call(*inputs, *factors, index_hadamard, q_quant, weights_out, round_weights, use_pdl))
     return q_quant, weights_out
@@ -940,7 +858,13 @@ def merge_top_k_keys(
 
 
 def score_top_k_workspace_size(
-    requests: int, columns: int, k: int, *, next_n: int = 1, most: int = chunks.WORKSPACE_BYTES
+    requests: int,
+    columns: int,
+    k: int,
+    *,
+    next_n: int = 1,
+    most: int = chunks.WORKSPACE_BYTES,
+    candidates: int = 0,
 ) -> int:
     """Bytes of workspace for `score_top_k_prefill` or `score_top_k_decode`: enough for every call with at most so many
     requests, columns and rows of a request.
@@ -951,20 +875,31 @@ def score_top_k_workspace_size(
     next_n     rows of a request, which are scored together; 1 for a prefill
     most       bytes not to exceed, unless a single request needs more: each of its rows takes 4 bytes a column, up to a
                multiple of 256 columns. Where this is less than all scores, they are made in chunks, one after the other
+    candidates blocks of a call with candidates, whose rows have their keys in place of the columns; 0: without
 
     Picks do not depend on the size.
     """
+    if candidates > 0:
+        columns, k = chunks.candidate_columns(candidates), 0
     return chunks.workspace_bytes(requests, columns, next_n, k, most)
 
 
 def _check_results(
-    c: Checker, rows: int, requests: int, columns: int, next_n: int, out: torch.Tensor, workspace: torch.Tensor | None
+    c: Checker,
+    rows: int,
+    requests: int,
+    columns: int,
+    next_n: int,
+    out: torch.Tensor,
+    workspace: torch.Tensor | None,
+    scored: bool = False,
 ) -> None:
+    """scored: whether all rows are, whatever their columns."""
     c.tensor("out", out, torch.int32, (None, None))
     c.require(out.shape[0] == rows, "out", f"{rows} rows", f"shape {list(out.shape)}")
     c.require(out.shape[1] > 0, "out", "at least one column", f"shape {list(out.shape)}")
     c.tensor("workspace", workspace, (torch.uint8, torch.float32), (None,), optional=True, contiguous=True)
-    have, needed = nbytes(workspace), chunks.least_bytes(requests, columns, next_n, out.shape[1])
+    have, needed = nbytes(workspace), chunks.least_bytes(requests, columns, next_n, 0 if scored else out.shape[1])
     c.require(have >= needed, "workspace", f"at least {needed} bytes (score_top_k_workspace_size)", f"{have} bytes")
     c.require(have % 4 == 0, "workspace", "a multiple of 4 bytes", f"{have} bytes")
     if workspace is not None:
@@ -1024,6 +959,7 @@ def score_top_k_prefill(
     max_seqlen_k: int = 0,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    candidates: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The k best keys of each query row: `mqa_logits` and then `top_k_per_row_prefill`, bit for bit, without scores of
     all rows in memory.
@@ -1037,6 +973,8 @@ def score_top_k_prefill(
     out                  int32 [M, k], row-strided; mutated
     workspace            uint8 or fp32, one dimension, contiguous, 16-byte aligned: memory for the scores of as many
                          rows as it has room for, at least one (`score_top_k_workspace_size`); mutated. None: allocated
+    candidates           int32 [M, blocks], row-strided: as in `score_top_k_decode`, blocks being counted from the row's
+                         start
 
     Returns int32 [M, k]: keys counted from the row's start, which a row of at most k keys has all, then -1, without any
     scores. Of equal scores the lower key wins, NaN comes after all numbers. Raises ValueError or TypeError on arguments
@@ -1048,13 +986,22 @@ def score_top_k_prefill(
         out = _empty_picks("score_top_k_prefill", q, rows, k)
     else:
         _check_width("score_top_k_prefill", out, k)
+    bounds = cu_seq_len_k_start, cu_seq_len_k_end
+    if candidates is not None:
+        blocks = _check_candidates(Checker("score_top_k_prefill"), candidates, rows)
+        if workspace is None:
+            workspace = _scratch(q, score_top_k_workspace_size(rows, 0, k, candidates=blocks))
+        restricted = CandidatesPrefillCall(
+            q, q_scale, keys, k_scale, weights, *bounds, candidates, max_seqlen_k, out, workspace
+        )
+        _score_candidates_prefill(restricted)
+        return out
     if workspace is None:
         Checker("score_top_k_prefill").ints(max_seqlen_k=max_seqlen_k)
         size = chunks.workspace_bytes(
             rows, max_seqlen_k if max_seqlen_k > 0 else keys.shape[0], 1, k, chunks.WORKSPACE_BYTES
         )
         workspace = _empty_workspace(q, size)
-    bounds = cu_seq_len_k_start, cu_seq_len_k_end
     _score_top_k_prefill(
         ScoreTopKPrefillCall(q, q_scale, keys, k_scale, weights, *bounds, max_seqlen_k, out, workspace)
     )
@@ -1110,6 +1057,7 @@ def score_top_k_decode(
     workspace: torch.Tensor | None = None,
     slot_block_table: torch.Tensor | None = None,
     slot_rows_per_page: int = 0,
+    candidates: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The k best keys of each decode row, read from pages: `paged_mqa_logits` and then `top_k_per_row_decode`, bit for
     bit.
@@ -1123,7 +1071,10 @@ def score_top_k_decode(
                     as it has room for, at least one (`score_top_k_workspace_size`); mutated. None: allocated
     slot_block_table, slot_rows_per_page
                     int32 [B, width], row-strided, and rows of its pages: write, in place of keys, the slots that the
-                    cache of this table has for them, as `top_k_per_row_decode` does
+                    cache of this table has for them, as `top_k_per_row_decode` does; not with candidates
+    candidates      int32 [B * next_n, blocks], row-strided: what `select_candidate_blocks` selected for rows of these
+                    lengths. Only keys of these blocks are read and picked, and the workspace is for their scores
+                    (`candidates` of `score_top_k_workspace_size`)
 
     Returns int32 [B * next_n, k]: keys, which a row of at most k keys has all, then -1, without any scores. A key whose
     page the block table does not name scores -inf and may be picked. Of equal scores the lower key wins, NaN comes
@@ -1135,6 +1086,15 @@ def score_top_k_decode(
         out = _empty_picks("score_top_k_decode", q, requests * next_n, k)
     else:
         _check_width("score_top_k_decode", out, k)
+    if candidates is not None:
+        name = "score_top_k_decode"
+        blocks = _check_candidates(Checker(name), candidates, requests * next_n)
+        Checker(name).require(slot_block_table is None, "slot_block_table", "None with candidates", "a tensor")
+        if workspace is None:
+            workspace = _scratch(q, score_top_k_workspace_size(requests, 0, k, next_n=next_n, candidates=blocks))
+        keys = weights, context_lens, block_tables, candidates, max_model_len, kv_format
+        _score_candidates_decode(CandidatesDecodeCall(q, q_scale, pages, *keys, out, workspace))
+        return out
     if workspace is None:
         Checker("score_top_k_decode").ints(max_model_len=max_model_len)
         size = chunks.workspace_bytes(requests, max_model_len, next_n, k, chunks.WORKSPACE_BYTES)
@@ -1163,4 +1123,211 @@ def _check_width(op: str, out: Any, k: int) -> None:
 
 
 def _empty_workspace(like: torch.Tensor, size: int) -> torch.Tensor | None:
-    return like.new_empty((size // 4,), dtype=torch.float32) if size else None
+    return _scratch(like, size) if size else None
+
+
+def _scratch(like: torch.Tensor, size: int) -> torch.Tensor:
+    return like.new_empty((size // 4,), dtype=torch.float32)
+
+
+# ---- candidate blocks
+
+
+def _check_candidates(c: Checker, candidates: torch.Tensor, rows: Any) -> int:
+    """Columns of the (checked) candidates of so many rows."""
+    c.tensor("candidates", candidates, torch.int32, (None, None))
+    c.require(candidates.shape[0] == rows, "candidates", f"{rows} rows", f"shape {list(candidates.shape)}")
+    c.require(candidates.shape[1] > 0, "candidates", "at least one block", f"shape {list(candidates.shape)}")
+    return int(candidates.shape[1])
+
+
+def _check_score_candidates(
+    c: Checker, call: CandidatesDecodeCall | CandidatesPrefillCall, requests: Any, next_n: Any
+) -> None:
+    blocks = _check_candidates(c, call.candidates, requests * next_n)
+    columns = chunks.candidate_columns(blocks)
+    _check_results(c, requests * next_n, requests, columns, next_n, call.out, call.workspace, scored=True)
+
+
+def _candidates_cost(call: CandidatesDecodeCall | CandidatesPrefillCall, lengths: torch.Tensor, heads: int) -> Cost:
+    """Rows whose candidates have at most k keys need no scores."""
+    blocks, k = call.candidates.shape[1], call.out.shape[1]
+    counts = reference.candidate_keys(lengths.clamp(min=0).reshape(-1), blocks)
+    scored = int(counts[counts > k].sum())
+    row = DIM + 4 if call.q_scale is None else DIM // 2 + 4
+    data = nbytes(call.q, call.q_scale, call.weights, call.out) + scored * row
+    return Cost(bytes=data + scored // chunks.CANDIDATE_BLOCK * 4, flops=2 * DIM * heads * scored)
+
+
+def _validate_candidates(op: str, candidates: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Candidates must be those of rows with these lengths: ascending, the newest block last, then -1."""
+    c = Checker(op)
+    blocks = candidates.shape[1]
+    counts = reference.blocks_of(lengths.clamp(min=0).reshape(-1).long())
+    held = counts.clamp(max=blocks)
+    place = torch.arange(blocks, device=candidates.device)
+    is_last = place == held[:, None] - 1
+    next_ = torch.nn.functional.pad(candidates[:, 1:], (0, 1)).long()
+    is_right = torch.where(is_last, candidates == counts[:, None] - 1, (candidates < next_) & (candidates >= 0))
+    is_right = is_right.where(place < held[:, None], candidates == -1)
+    wrong = (~is_right).nonzero()
+    if wrong.shape[0]:
+        row, column = wrong[0].tolist()
+        what = f"blocks of {int(counts[row])} in ascending order, the newest among them, then -1"
+        c.fail(f"candidates[{row}, {column}]", what, int(candidates[row, column]))
+
+
+def _check_score_candidates_decode(call: CandidatesDecodeCall) -> None:
+    c = Checker("score_candidates_decode")
+    check_paged(c, call)
+    _check_score_candidates(c, call, call.q.shape[0], call.q.shape[1])
+
+
+def _cost_score_candidates_decode(call: CandidatesDecodeCall) -> Cost:
+    return _candidates_cost(call, call.context_lens.clamp(max=call.max_model_len), call.q.shape[2])
+
+
+def _validate_score_candidates_decode(call: CandidatesDecodeCall) -> None:
+    lengths = call.context_lens.clamp(max=call.max_model_len)
+    _validate_candidates("score_candidates_decode", call.candidates, lengths)
+
+
+def _score_candidates_decode_kernel() -> OpKernel[CandidatesDecodeCall]:
+    from cute_kernels.indexer.candidates import KERNEL
+
+    return KERNEL
+
+
+_score_candidates_decode = define_op(
+    "score_candidates_decode(Tensor q, Tensor? q_scale, Tensor kv_cache, Tensor weights, Tensor context_lens, "
+    "Tensor block_tables, Tensor candidates, SymInt max_model_len, str kv_format, Tensor(a!) out, "
+    "Tensor(b!) workspace) -> ()",
+    CandidatesDecodeCall,
+    check=_check_score_candidates_decode,
+    reference=reference.score_candidates_decode,
+    kernel=_score_candidates_decode_kernel,
+    cost=_cost_score_candidates_decode,
+    validate=_validate_score_candidates_decode,
+)
+
+
+def _check_score_candidates_prefill(call: CandidatesPrefillCall) -> None:
+    c = Checker("score_candidates_prefill")
+    check_contiguous(c, call)
+    _check_score_candidates(c, call, call.q.shape[0], 1)
+
+
+def _candidate_lengths(call: CandidatesPrefillCall) -> torch.Tensor:
+    lengths = call.cu_seq_len_k_end.long().clamp(max=call.k.shape[0]) - call.cu_seq_len_k_start.long()
+    return lengths.clamp(max=call.max_seqlen_k) if call.max_seqlen_k > 0 else lengths
+
+
+def _cost_score_candidates_prefill(call: CandidatesPrefillCall) -> Cost:
+    return _candidates_cost(call, _candidate_lengths(call), call.q.shape[1])
+
+
+def _validate_score_candidates_prefill(call: CandidatesPrefillCall) -> None:
+    _validate_candidates("score_candidates_prefill", call.candidates, _candidate_lengths(call))
+
+
+_score_candidates_prefill = define_op(
+    "score_candidates_prefill(Tensor q, Tensor? q_scale, Tensor k, Tensor k_scale, Tensor weights, "
+    "Tensor cu_seq_len_k_start, Tensor cu_seq_len_k_end, Tensor candidates, SymInt max_seqlen_k, Tensor(a!) out, "
+    "Tensor(b!) workspace) -> ()",
+    CandidatesPrefillCall,
+    check=_check_score_candidates_prefill,
+    reference=reference.score_candidates_prefill,
+    cost=_cost_score_candidates_prefill,
+    validate=_validate_score_candidates_prefill,
+)
+
+
+def select_candidate_blocks_workspace_size(rows: int, columns: int) -> int:
+    """Bytes of workspace for `select_candidate_blocks` of so many rows of so many scores, or fewer."""
+    blocks = -(-columns // chunks.CANDIDATE_BLOCK)
+    return rows * chunks.row_bytes(blocks + chunks.LENGTH_COLUMNS)
+
+
+def _check_select_blocks(call: SelectBlocksCall) -> None:
+    c = Checker("select_candidate_blocks")
+    c.tensor("logits", call.logits, torch.float32, (None, None))
+    rows, columns = call.logits.shape
+    c.tensor("seq_lens", call.seq_lens, torch.int32, (None, None))
+    lengths = call.seq_lens.shape[0] * call.seq_lens.shape[1]
+    c.require(lengths == rows, "seq_lens", f"{rows} lengths", f"shape {list(call.seq_lens.shape)}")
+    c.tensor("out", call.out, torch.int32, (rows, None))
+    c.require(call.out.shape[1] > 0, "out", "at least one column", f"shape {list(call.out.shape)}")
+    c.tensor("workspace", call.workspace, (torch.uint8, torch.float32), (None,), contiguous=True)
+    needed = select_candidate_blocks_workspace_size(rows, columns)
+    have = nbytes(call.workspace)
+    expected = f"at least {needed} bytes (select_candidate_blocks_workspace_size)"
+    c.require(have >= needed and have % 4 == 0, "workspace", expected, f"{have} bytes")
+    offset = call.workspace.storage_offset() * call.workspace.element_size()
+    c.require(offset % 16 == 0, "workspace", "a multiple of 16 as its place in memory", f"{offset}")
+
+
+def _cost_select_blocks(call: SelectBlocksCall) -> Cost:
+    """Rows with no more blocks than are selected need no scores."""
+    lengths = call.seq_lens.clamp(min=0, max=call.logits.shape[1]).long()
+    scored = lengths[reference.blocks_of(lengths) > call.out.shape[1]]
+    return Cost(bytes=4 * int(scored.sum()) + nbytes(call.seq_lens, call.out))
+
+
+def _select_blocks_kernel() -> OpKernel[SelectBlocksCall]:
+    from cute_kernels.indexer.block_maxima import KERNEL
+
+    return KERNEL
+
+
+_select_blocks = define_op(
+    "select_candidate_blocks(Tensor logits, Tensor seq_lens, Tensor(a!) out, Tensor(b!) workspace) -> ()",
+    SelectBlocksCall,
+    check=_check_select_blocks,
+    reference=reference.select_candidate_blocks,
+    kernel=_select_blocks_kernel,
+    cost=_cost_select_blocks,
+)
+
+
+def select_candidate_blocks(
+    logits: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_blocks: int = 2048,
+    *,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The blocks of eight keys in which later layers of V4.1 look for theirs: of each row those with the best scores.
+
+    Block m of a row has keys 8 m to 8 m + 7, as far as the row sees them, and is as good as the largest of their
+    scores; NaN does not count, and infinity as the largest finite number. The newest block, the row's last one, comes
+    before all others. Of equally good blocks the lower one wins, and blocks of NaN alone come last.
+
+    logits       fp32 [rows, columns], row-strided: column j is key j of the row
+    seq_lens     int32 [B, next_n] with B * next_n = rows, or [rows]: keys that each row sees, <= 0 for none, at most
+                 the columns of logits count
+    num_blocks   to select
+    out          int32 [rows, num_blocks], row-strided; mutated. None: allocated
+    workspace    uint8 or fp32, one dimension, contiguous, 16-byte aligned, of
+                 `select_candidate_blocks_workspace_size`; mutated. None: allocated
+
+    Returns int32 [rows, num_blocks]: the numbers of the min(num_blocks, ceil(length / 8)) blocks, ascending, then -1.
+    Raises ValueError or TypeError on arguments that do not fit.
+    """
+    c = Checker("select_candidate_blocks")
+    c.tensor("logits", logits, torch.float32, (None, None))
+    c.tensor("seq_lens", seq_lens, torch.int32)
+    rows, columns = logits.shape
+    if seq_lens.dim() == 1:
+        seq_lens = seq_lens[:, None]
+    c.ints(num_blocks=num_blocks)
+    c.require(num_blocks > 0, "num_blocks", "a positive number", num_blocks)
+    if out is None:
+        out = logits.new_empty((rows, num_blocks), dtype=torch.int32)
+    else:
+        c.tensor("out", out, torch.int32, (None, None))
+        c.require(out.shape[1] == num_blocks, "out", f"num_blocks = {num_blocks} columns", f"shape {list(out.shape)}")
+    if workspace is None:
+        workspace = logits.new_empty((select_candidate_blocks_workspace_size(rows, columns) // 4,))
+    _select_blocks(SelectBlocksCall(logits, seq_lens, out, workspace))
+    return out

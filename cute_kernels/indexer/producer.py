@@ -121,6 +121,7 @@ class QueryCopy(NamedTuple):
 class Producer:
     """A producer warp.
 
+    cache            KeyCache or CandidateCache
     config           rows, heads, columns, keys (of a tile), box, boxes, row_bytes, stages, producers, q_scale_words
     smem             headers, scales, weights, windows and, with q_scales, q_scales
     bars             keys and queries: rings
@@ -128,6 +129,8 @@ class Producer:
     key_copy         address of the TMA descriptor, address of the stages of keys
     q_scales         None, or of MXFP4: address of the first head's, strides in bytes by request and row
     scale_preparer   None, or what Hopper's MXFP4 producers do to scales that have come
+    looks_ahead      of candidates: whether pages are looked up while the keys before are asked for, and candidates
+                     while these pages are
     """
 
     config: Any
@@ -135,7 +138,7 @@ class Producer:
     scheduler: TileScheduler
     groups: RowGroups
     windows: Windows
-    cache: KeyCache
+    cache: Any
     smem: Any
     bars: Any
     weights: tuple[Any, Any]
@@ -143,6 +146,7 @@ class Producer:
     query_copy: QueryCopy
     q_scales: tuple[Any, Any, Any] | None = None
     scale_preparer: Any = None
+    looks_ahead: bool = False
 
     @cute.jit
     def run(self, consumer: Any) -> None:
@@ -154,7 +158,7 @@ class Producer:
             pages, boxes = self.load_pages(work_tile, Int32(0))
             query_stage, use = consumer * QUERY_STAGES + turn % QUERY_STAGES, turn // QUERY_STAGES & 1
             self.copy_queries_async(work_tile, query_stage, use)
-            if self.paged:
+            if const_expr(self.paged):
                 stage, phase = self.copy_pages_async(work_tile, pages, boxes, stage, phase)
             else:
                 stage, phase = self.copy_keys_async(work_tile, stage, phase)
@@ -262,8 +266,16 @@ class Producer:
         # a lane loads the pages of every `step`th tile's boxes only
         per_load = WARP // config.boxes
         taken = (work_tile.count - work_tile.own + work_tile.step - 1) // work_tile.step
+        next_pages, next_boxes, blocks = pages, boxes, Int32(-1)
+        if const_expr(self.looks_ahead):
+            blocks = self.load_blocks(work_tile, Int32(per_load))
         for start in cutlass.range(0, taken, per_load, unroll=1):
-            if start > 0:
+            if const_expr(self.looks_ahead):
+                if start > 0:
+                    pages, boxes = self.cache.keys.existing(next_pages), next_boxes
+                next_pages, next_boxes = self.cache.load_page(work_tile.request, blocks)
+                blocks = self.load_blocks(work_tile, start + 2 * per_load)
+            elif start > 0:
                 pages, boxes = self.load_pages(work_tile, start)
             are_there = cute.arch.vote_ballot_sync(pages >= 0)
             for i in cutlass.range(cutlass.min(Int32(per_load), taken - start), unroll=1):
@@ -295,18 +307,27 @@ class Producer:
     def load_pages(self, work_tile: WorkTile, start: Any) -> tuple[Any, Any]:
         """Page, negative if there is none, and place in it of a TMA box for each lane: those of the consumer's tiles
         from its number `start` on. Nothing is read beyond the keys' end."""
-        config, cache = self.config, self.cache
+        cache = self.cache
         page, place = Int32(0), Int32(0)
         if const_expr(self.paged):
-            number = cute.arch.lane_idx()
-            tile = work_tile.own + (start + number // config.boxes) * work_tile.step
-            box = work_tile.first_key // config.box + tile * config.boxes + number % config.boxes
-            column, place = divmod(box, cache.page_boxes)
-            is_wanted = (tile < work_tile.count) & (box * config.box < work_tile.stop) & (column < cache.table_columns)
-            address = cache.table + Int64(work_tile.request) * cache.table_stride + Int64(column) * 4
-            page = ptx.load_global_s32_where(is_wanted, address, is_shared=True)
-            page = page if page < cache.pages else Int32(-1)
+            row, box, is_wanted = self.own_box(work_tile, start)
+            page, place = cache.locate(work_tile.request, row, box, is_wanted)
         return page, place
+
+    @cute.jit
+    def load_blocks(self, work_tile: WorkTile, start: Any) -> Any:
+        """The candidates that load_pages would look up pages for."""
+        return self.cache.load_block(*self.own_box(work_tile, start))
+
+    @cute.jit
+    def own_box(self, work_tile: WorkTile, start: Any) -> tuple[Any, Any, Any]:
+        """A lane's TMA box among those of the consumer's tiles from its number `start` on: the row of the call, number
+        of the box, and whether there is one."""
+        config, number = self.config, cute.arch.lane_idx()
+        tile = work_tile.own + (start + number // config.boxes) * work_tile.step
+        box = work_tile.first_key // config.box + tile * config.boxes + number % config.boxes
+        row = work_tile.request * self.groups.count + work_tile.first_row
+        return row, box, (tile < work_tile.count) & (box * config.box < work_tile.stop)
 
 
 @cute.jit

@@ -29,7 +29,7 @@ from cute_kernels.dsl import convert, ptx, reduce, transforms
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import INDEX_DIM
 from cute_kernels.indexer.call import QueryFp8Call, QueryMxfp4Call
-from cute_kernels.models import ModelConfig
+from cute_kernels.models import ModelConfig, has_indexer
 from cute_kernels.numerics import CACHE_FLOOR, E2M1_MAX, E2M1_ROUNDINGS, E4M3_MAX
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
@@ -85,23 +85,32 @@ class Queries(NamedTuple):
     out: Int64
     out_stride: Int64
     round_weights: Boolean
+    floor: Float32
 
 
 def make_queries(
-    positions: Any, q: Any, table: Any, weights: Any, results: Any, round_weights: Any, groups: int
+    positions: Any,
+    q: Any,
+    table: Any,
+    weights: Any,
+    results: Any,
+    round_weights: Any,
+    groups: int,
+    floor: Any = CACHE_FLOOR,
 ) -> Queries:
     """From an entry point's arguments to what its kernel takes, for warps of `groups` groups of heads.
 
     table     address, row stride and rows
     weights   address, row stride and the two factors
     results   codes: address, token and head stride; scales: address and row stride; scaled weights: likewise
+    floor     smallest absmax of a block of e2m1 codes
     """
     heads = length(q, 1)
     parts = cute.ceil_div(heads, HEADS_AT_ONCE * groups)
     return Queries(
         *(address(positions), stride_bytes(positions, 0), address(q), stride_bytes(q, 0), stride_bytes(q, 1)),
         *(length(q, 0) * parts, heads, cute.fast_divmod_create_divisor_v2(parts)),
-        *(*table, *weights, *results, round_weights),
+        *(*table, *weights, *results, round_weights, Float32(floor)),
     )
 
 
@@ -112,7 +121,7 @@ class QueryKernel:
     """Entry point: (positions, q; address, row stride in bytes and rows of the table; address and row stride of the
     weights; two factors; address, token and head stride of the codes; address and row stride of the scales, which FP8
     does not have; address and row stride of the scaled weights; whether fp32 weights are rounded to bf16 first;
-    use_pdl; stream).
+    smallest absmax of a block of e2m1 codes; use_pdl; stream).
 
     early   positions and angles (fp32) are read before the wait for the kernel ahead, which does not write them"""
 
@@ -155,6 +164,7 @@ class QueryKernel:
         out: Int64,
         out_stride: Int64,
         round_weights: Boolean,
+        floor: Float32,
         use_pdl: Boolean,
         stream: cuda.CUstream,
     ) -> None:
@@ -167,6 +177,7 @@ class QueryKernel:
             (codes, codes_token, codes_head, scales, scales_stride, out, out_stride),
             round_weights,
             self.groups,
+            floor,
         )
         ctas = cute.ceil_div(queries.units, self.warps)
         self.kernel(queries).launch(
@@ -225,7 +236,7 @@ class QueryKernel:
                 straight, turned = self.transform(straight, turned, lane)
             target = queries.codes + token * queries.codes_token + Int64(head) * queries.codes_head
             store = self.store_mxfp4 if const_expr(self.rounding) else self.store_fp8
-            scale = store(straight, turned, c, target, head < end)
+            scale = store(straight, turned, c, target, head < end, queries.floor)
             shared = scale if c == i else shared
         if const_expr(not self.weights_bf16):
             rounded = convert.bf16_low(ptx.bf16x2(weight, weight))
@@ -283,8 +294,8 @@ class QueryKernel:
         words = [ptx.bf16x2(columns[i], columns[i + 1]) for i in range(0, len(columns), 2)]
         return words[:4], words[4:]
 
-    def store_fp8(self, low: Any, high: Any, c: Any, target: Any, predicate: Any) -> Any:
-        """Store a lane's codes. Returns the scale byte of its head."""
+    def store_fp8(self, low: Any, high: Any, c: Any, target: Any, predicate: Any, _floor: Any) -> Any:
+        """Store a lane's codes. Returns the scale byte of its head. The floor is that of e2m1 codes."""
         largest = ptx.max_bf16x2(convert.absmax_bf16x2(*low), convert.absmax_bf16x2(*high))
         largest = reduce.lanes_max_bf16x2(largest, 8)
         largest = ptx.max_f32(convert.bf16_low(largest), convert.bf16_high(largest))
@@ -299,14 +310,14 @@ class QueryKernel:
             )
         return byte
 
-    def store_mxfp4(self, low: Any, high: Any, c: Any, target: Any, predicate: Any) -> Any:
+    def store_mxfp4(self, low: Any, high: Any, c: Any, target: Any, predicate: Any, floor: Any) -> Any:
         """Store a lane's codes. Returns the four scale bytes of its head, right in the first four of its lanes."""
         a, b = convert.absmax_bf16x2(*low), convert.absmax_bf16x2(*high)
         # one word per lane: maximum of its lower block below, of the higher one above
         largest = ptx.max_bf16x2(ptx.permute_bytes(a, b, 0x5410), ptx.permute_bytes(a, b, 0x7632))
         largest = reduce.lanes_max_bf16x2(largest, 4)
         halves = (half(largest) for half in (convert.bf16_low, convert.bf16_high))
-        scales = convert.ue8m0_from_absmax_each(halves, E2M1_MAX, CACHE_FLOOR, self.arch)
+        scales = convert.ue8m0_from_absmax_each(halves, E2M1_MAX, floor, self.arch)
         bytes_ = []
         for byte, words, offset in zip(scales, (low, high), (0, INDEX_DIM // 4), strict=True):
             codes = convert.e2m1_from_bf16s(words, convert.ue8m0_inverse(byte), self.rounding, self.arch)
@@ -358,7 +369,7 @@ class QueryKey(KernelKey):
         q = make_fake_tensor(BFloat16, (cute.sym_int(), cute.sym_int(), INDEX_DIM), stride=strides)
         table, weights, codes = (Int64(0), Int64(0), Int64(1)), (Int64(0), Int64(0)), (Int64(0), Int64(0), Int64(0))
         scales, out, factors = (Int64(0), Int64(0)), (Int64(0), Int64(0)), (Float32(1), Float32(1))
-        numbers = (*table, *weights, *factors, *codes, *scales, *out, Boolean(False), Boolean(False))
+        numbers = (*table, *weights, *factors, *codes, *scales, *out, Boolean(False), Float32(0), Boolean(False))
         return QueryKernel(self), (positions, q, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True))
 
 
@@ -443,6 +454,7 @@ def arguments(call: QueryFp8Call | QueryMxfp4Call) -> tuple[Any, ...]:
         out.data_ptr(),
         out.stride(0) * out.element_size(),
         call.round_weights,
+        call.e2m1_floor,
         call.use_pdl,
     )
 
@@ -455,14 +467,14 @@ def launch(call: QueryFp8Call | QueryMxfp4Call) -> None:
 
 def fp8_keys(config: ModelConfig, tp: int, arch: str) -> list[QueryKey]:
     """Layers with an FP8 cache of indexer keys, with or without a Hadamard transform."""
-    if 4 not in config.compress_ratios:
+    if not has_indexer(config):
         return []
     return [key for transformed in (False, True) for key in keys(arch, "", transformed)]
 
 
 def mxfp4_keys(config: ModelConfig, tp: int, arch: str) -> list[QueryKey]:
     """Layers with an MXFP4 cache of indexer keys: either rounding, with or without a Hadamard transform."""
-    if 4 not in config.compress_ratios:
+    if not has_indexer(config):
         return []
     forms = [(rounding, transformed) for rounding in E2M1_ROUNDINGS for transformed in (False, True)]
     return [key for form in forms for key in keys(arch, *form)]

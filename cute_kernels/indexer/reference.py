@@ -8,11 +8,15 @@ elementwise. So a score depends neither on the rows around it, nor on the tiles,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from cute_kernels import formats, numerics
 from cute_kernels.indexer.call import (
     AllVisibleCall,
+    CandidatesDecodeCall,
+    CandidatesPrefillCall,
     GatherCall,
     KeysCall,
     LogitsCall,
@@ -22,9 +26,11 @@ from cute_kernels.indexer.call import (
     QueryMxfp4Call,
     ScoreTopKDecodeCall,
     ScoreTopKPrefillCall,
+    SelectBlocksCall,
     TopKDecodeCall,
     TopKPrefillCall,
 )
+from cute_kernels.indexer.chunks import CANDIDATE_BLOCK
 from cute_kernels.paging import entries_to_slots, own_entries, to_index, whole_entries
 
 KEY_TILE = 1024
@@ -45,7 +51,7 @@ def fused_indexer_q_rope_quant_fp8(call: QueryFp8Call) -> None:
 
 def fused_indexer_q_rope_quant_mxfp4(call: QueryMxfp4Call) -> None:
     q = _rotated_query(call.positions, call.index_q, call.index_q_cos_sin_cache, call.index_hadamard)
-    packed, byte = numerics.quantize_e2m1(q, call.e2m1_rounding)
+    packed, byte = numerics.quantize_e2m1(q, call.e2m1_rounding, floor=call.e2m1_floor)
     call.q_quant.copy_(packed)
     call.q_scale.copy_(byte.contiguous().view(torch.int32)[..., 0])
     call.weights_out.copy_(
@@ -306,3 +312,102 @@ def score_top_k_decode(call: ScoreTopKDecodeCall) -> None:
         slots = part.slot_block_table, part.slot_rows_per_page
         picks = TopKDecodeCall(logits, part.context_lens, part.out, logits.shape[0], part.out.shape[1], *slots)
         top_k_per_row_decode(picks)
+
+
+# ---- candidate blocks
+
+
+def select_candidate_blocks(call: SelectBlocksCall) -> None:
+    lengths = call.seq_lens.reshape(-1).long().clamp(min=0, max=call.logits.shape[1])
+    for rows in torch.arange(lengths.shape[0], device=lengths.device).split(_rows_at_once(call.logits.shape[1])):
+        counts = blocks_of(lengths[rows])
+        width = int(counts.max())
+        scores = call.logits[rows, : CANDIDATE_BLOCK * width]
+        scores = torch.nn.functional.pad(scores, (0, CANDIDATE_BLOCK * width - scores.shape[1]))
+        column = torch.arange(scores.shape[1], device=scores.device)
+        is_seen = (column < lengths[rows, None]) & ~scores.isnan()
+        blocks = scores.where(is_seen, torch.full_like(scores, -torch.inf)).unflatten(1, (-1, CANDIDATE_BLOCK))
+        maxima = blocks.amax(dim=2).clamp(max=torch.finfo(torch.float32).max)
+        is_any = is_seen.unflatten(1, (-1, CANDIDATE_BLOCK)).any(dim=2)
+        maxima = maxima.where(is_any, torch.full_like(maxima, torch.nan))
+        block = torch.arange(width, device=scores.device)
+        maxima = maxima.where(block != counts[:, None] - 1, torch.full_like(maxima, torch.inf))
+        picks = torch.empty_like(call.out[rows])
+        _top_k(maxima, torch.zeros_like(counts), counts, picks)
+        call.out[rows] = picks
+
+
+def _rows_at_once(columns: int) -> int:
+    return max(1, SORT_TILE // max(columns, 1))
+
+
+def blocks_of(lengths: torch.Tensor) -> torch.Tensor:
+    """Of so many keys."""
+    return torch.div(lengths + (CANDIDATE_BLOCK - 1), CANDIDATE_BLOCK, rounding_mode="floor")
+
+
+def candidate_keys(lengths: torch.Tensor, blocks: int) -> torch.Tensor:
+    """int64 number of keys in the candidates of rows that see so many keys: all of these or, of more than `blocks`
+    blocks, that many, of which the newest alone may not be full."""
+    missing = CANDIDATE_BLOCK * (blocks_of(lengths) - blocks).clamp(min=0)
+    return lengths.long() - missing
+
+
+def score_candidates_decode(call: CandidatesDecodeCall) -> None:
+    fmt = formats.FORMATS[call.kv_format]
+    next_n, block_size = call.q.shape[1], call.kv_cache.shape[1]
+    scale_type = torch.float32 if call.q_scale is None else torch.int32
+
+    def load(row: int, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        requests = torch.full_like(entries, row // next_n)
+        slots = entries_to_slots(entries, requests, call.block_tables, block_size)
+        here = formats.valid_slots(slots, call.kv_cache.shape[0] * block_size)
+        codes, raw_scale = fmt.read_fields(call.kv_cache, block_size, slots[here])
+        return here, codes, raw_scale.contiguous().view(scale_type)[:, 0]
+
+    lengths = call.context_lens.reshape(-1).clamp(min=0, max=call.max_model_len)
+    q_scale = None if call.q_scale is None else call.q_scale.flatten(0, 1)
+    _score_candidates(call, call.q.flatten(0, 1), q_scale, lengths, load)
+
+
+def score_candidates_prefill(call: CandidatesPrefillCall) -> None:
+    keys = call.k.shape[0]
+    start = call.cu_seq_len_k_start.long()
+    lengths = (call.cu_seq_len_k_end.long().clamp(max=keys) - start).clamp(min=0)
+    lengths = lengths.clamp(max=call.max_seqlen_k) if call.max_seqlen_k > 0 else lengths
+
+    def load(row: int, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        place = start[row] + entries
+        here = (entries >= 0) & (place >= 0) & (place < keys)
+        return here, call.k[place[here]], call.k_scale[place[here]]
+
+    _score_candidates(call, call.q, call.q_scale, lengths, load)
+
+
+def _score_candidates(
+    call: CandidatesDecodeCall | CandidatesPrefillCall,
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    lengths: torch.Tensor,
+    load: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+) -> None:
+    """Scores and picks of each row among the keys of its candidates. load: of a row's entries, which there are, and
+    codes and scales of these."""
+    counts = candidate_keys(lengths, call.candidates.shape[1])
+    for row, count in enumerate(counts.tolist()):
+        place = torch.arange(count, device=q.device)
+        blocks = call.candidates[row].long()[place // CANDIDATE_BLOCK]
+        entries = torch.where(blocks >= 0, blocks * CANDIDATE_BLOCK + place % CANDIDATE_BLOCK, blocks.clamp(max=-1))
+        scores = torch.full((1, count), -torch.inf, device=q.device)
+        if count > call.out.shape[1]:
+            queries = _queries(q[row : row + 1], None if q_scale is None else q_scale[row : row + 1])
+            for first in range(0, count, KEY_TILE):
+                here, codes, scale = load(row, entries[first : first + KEY_TILE])
+                known = _scores(queries, *_keys(codes, scale), call.weights[row : row + 1])
+                scores[:, first : first + KEY_TILE][:, here] = known
+        picks = torch.empty_like(call.out[row : row + 1])
+        _top_k(scores, counts.new_zeros(1), counts[row : row + 1], picks)
+        picked = picks[0].long()
+        found = entries[picked[picked >= 0]].clamp(min=-1)
+        call.out[row] = -1
+        call.out[row, : found.shape[0]] = to_index(found)

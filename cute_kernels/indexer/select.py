@@ -22,7 +22,7 @@ from cute_kernels.indexer.hopper.logits import LogitsKey
 from cute_kernels.indexer.hopper.logits_mxfp4 import Mxfp4LogitsKey
 from cute_kernels.indexer.mma_sync.logits import HEAD_TILE, ROWS, PortableLogitsKey
 from cute_kernels.indexer.params import KEY_TILE
-from cute_kernels.models import ModelConfig
+from cute_kernels.models import ModelConfig, has_indexer
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import BLACKWELL
 from cute_kernels.runtime.key import KernelKey
@@ -90,7 +90,7 @@ def rows_of_portable_group(rows: int) -> int:
 def heads_of(config: ModelConfig) -> int | None:
     """Index heads of a model that has an indexer, if there are kernels for so many."""
     heads = int(config.index_n_heads)
-    return heads if 4 in config.compress_ratios and 0 < heads <= MOST_HEADS else None
+    return heads if has_indexer(config) and 0 < heads <= MOST_HEADS else None
 
 
 def deployment_keys(config: ModelConfig, arch: str, paged: bool) -> list[KernelKey]:

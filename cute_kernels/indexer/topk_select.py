@@ -12,7 +12,7 @@ import torch
 from cute_kernels.indexer.call import AllVisibleCall, TopKDecodeCall, TopKPrefillCall
 from cute_kernels.indexer.topk import CLUSTER_ARCHS, GROUPS, TopKKey
 from cute_kernels.indexer.topk_held import HeldTopKKey
-from cute_kernels.models import ModelConfig
+from cute_kernels.models import ModelConfig, has_indexer
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_of
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
@@ -163,7 +163,7 @@ def width_of(logits: torch.Tensor) -> int:
 
 def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[TopKKey]:
     """Layers with an indexer, with rows of any length."""
-    return keys_of(arch) if 4 in config.compress_ratios else []
+    return keys_of(arch) if has_indexer(config) else []
 
 
 # ---- launch

@@ -10,9 +10,9 @@ import torch
 
 from cute_kernels import numerics
 from cute_kernels.formats import FORMATS, INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4, INDEXER_MXFP4_WIDE, ROPE_DIM
-from cute_kernels.indexer.chunks import row_bytes
+from cute_kernels.indexer.chunks import CANDIDATE_BLOCK, LENGTH_COLUMNS, candidate_columns, row_bytes
 from cute_kernels.indexer.reference import score_keys
-from cute_kernels.numerics import E2M1_ROUNDINGS
+from cute_kernels.numerics import CACHE_FLOOR, E2M1_FLOOR, E2M1_ROUNDINGS
 from cute_kernels.paging import entries_to_slots
 from cute_kernels.runtime.verify import Example, clone_arguments, raw_memory, same_bytes
 
@@ -69,8 +69,8 @@ def query_fp8() -> Iterator[Example]:
 
 
 def query_mxfp4() -> Iterator[Example]:
-    """fused_indexer_q_rope_quant_mxfp4(positions, index_q, table, weights, 2 factors, rounding, hadamard, 3 outputs,
-    round_weights, use_pdl)"""
+    """fused_indexer_q_rope_quant_mxfp4(positions, index_q, table, weights, 2 factors, rounding, floor, hadamard, 3
+    outputs, round_weights, use_pdl)"""
     for tokens, heads, *are_bf16 in _QUERIES:
         for rounding in E2M1_ROUNDINGS:
             for hadamard in (False, True):
@@ -79,7 +79,9 @@ def query_mxfp4() -> Iterator[Example]:
                 out = _poisoned(tokens, heads + 4, dtype=torch.bfloat16 if are_bf16[0] else torch.float32)[:, :heads]
                 inputs = _inputs(tokens, heads, *are_bf16)
                 name = f"{tokens} tokens, {heads} heads, {rounding}" + ", Hadamard" * hadamard
-                yield Example(name, (*inputs, 0.3, 0.7, rounding, hadamard, codes, scales, out, not hadamard, hadamard))
+                codes_of = rounding, E2M1_FLOOR if rounding == "ties_to_even" and not hadamard else CACHE_FLOOR
+                results = codes, scales, out
+                yield Example(name, (*inputs, 0.3, 0.7, *codes_of, hadamard, *results, not hadamard, hadamard))
 
 
 def gather() -> Iterator[Example]:
@@ -296,6 +298,7 @@ _CONTIGUOUS = (
     (21, 24, 333, 0, False),
     (70, 64, 1300, 0, True),
     (30, 16, 700, 260, True),
+    (33, 32, 515, 0, True),
 )
 """(rows, heads, keys, columns of the compressed form, whether it is MXFP4)"""
 
@@ -315,6 +318,7 @@ _PAGED = (
     (2, 3, 64, 64, _MXFP4),
     (3, 4, 64, 64, _MXFP4),
     (4, 2, 32, 20, _WIDE),
+    *((2, rows, 32, 64, fmt) for rows in (1, 2, 3, 4) for fmt in (_FP8, _MXFP4)),
 )
 """(requests, rows of each, heads, keys of a page, format)"""
 
@@ -507,12 +511,127 @@ def score_top_k_decode() -> Iterator[Example]:
 
 
 def _agree_indices(got: Sequence[Any], want: Sequence[Any]) -> str:
+    return _agree_picks(got[_OUT], want[_OUT])
+
+
+def _agree_picks(picks: torch.Tensor, expected: torch.Tensor) -> str:
     """ "", or which row of picks differs. The workspace may hold anything."""
-    picks, expected = got[_OUT], want[_OUT]
     if same_bytes(raw_memory(picks), raw_memory(expected)):
         return ""
     rows = (picks != expected).any(1).nonzero()[:, 0].tolist()
     return f"out: other picks in rows {rows[:5]}" if rows else "memory outside of the picks was written"
+
+
+# ---- candidate blocks
+
+_BLOCKS = ((1, 1, 1300, 64), (5, 2, 9000, 256), (7, 1, 40000, 2048), (3, 1, 500, 256), (70, 1, 20000, 512))
+"""(requests, rows of each, columns, blocks)"""
+
+
+def select_blocks() -> Iterator[Example]:
+    """select_candidate_blocks(logits, seq_lens, out, workspace)"""
+    for requests, next_n, columns, blocks in _BLOCKS:
+        rows = requests * next_n
+        g = torch.Generator().manual_seed(rows + columns)
+        lens = torch.randint(-9, columns + 9, (requests, next_n), generator=g).int()
+        lens[0, 0] = columns - 3
+        size = rows * row_bytes(-(-columns // CANDIDATE_BLOCK) + LENGTH_COLUMNS)
+        workspace = torch.full((size // 4,), torch.nan)
+        name = f"{blocks} blocks of {columns} columns, {rows} rows"
+        scores = torch.full((rows, columns // 4 * 4 + 8), torch.inf)[:, :columns].copy_(_scores(rows, columns))
+        yield Example(name, (scores, lens, _out(rows, blocks)[:rows, 1:-2], workspace), _agree_blocks)
+
+
+def _agree_blocks(got: Sequence[Any], want: Sequence[Any]) -> str:
+    return _agree_picks(got[2], want[2])
+
+
+def candidates_of(g: torch.Generator, lengths: torch.Tensor, blocks: int) -> torch.Tensor:
+    """int32 [rows, blocks]: random blocks of rows that see so many keys, the newest among them."""
+    found = torch.full((lengths.numel(), blocks), -1, dtype=torch.int32)
+    for row, length in enumerate(lengths.clamp(min=0).reshape(-1).tolist()):
+        count = -(-length // CANDIDATE_BLOCK)
+        if count:
+            some = torch.randperm(count - 1, generator=g)[: blocks - 1]
+            found[row, : some.shape[0] + 1] = torch.cat([some.sort().values, torch.tensor([count - 1])]).int()
+    return found
+
+
+_CANDIDATES_DECODE = (
+    (1, 1, 32, 64, 20, 16, 1, _FP8),
+    (9, 1, 32, 64, 100, 32, 4, _FP8),
+    (5, 2, 64, 32, 512, 80, 2, _FP8),
+    (4, 6, 32, 16, 16, 8, 4, _FP8),
+    (40, 1, 32, 64, 64, 128, 40, _FP8),
+    (9, 1, 32, 64, 100, 32, 4, _MXFP4),
+    (4, 6, 64, 32, 64, 48, 4, _MXFP4),
+)
+"""(requests, rows of each, heads, keys of a page, k, candidate blocks, requests that fit into the workspace, format)"""
+
+
+def _small_mxfp4(g: torch.Generator, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of 0, 1, -1 and 2, and scales 1/2, 1 and 2."""
+    codes = torch.tensor([0, 0, 0, 2, 10, 4], dtype=torch.uint8)[torch.randint(0, 6, (*shape, INDEX_DIM), generator=g)]
+    scales = torch.randint(126, 129, (*shape, 4), generator=g, dtype=torch.uint8)
+    return numerics.pack_nibbles(codes), scales.view(torch.int32)[..., 0]
+
+
+def score_candidates_decode() -> Iterator[Example]:
+    """score_candidates_decode(q, q_scale, kv_cache, weights, context_lens, block_tables, candidates, max_model_len,
+    kv_format, out, workspace)"""
+    for requests, next_n, heads, page_rows, k, blocks, fit, kv_format in _CANDIDATES_DECODE:
+        g = torch.Generator().manual_seed(requests + next_n)
+        pages, columns = 40, 1500
+        fmt = FORMATS[kv_format]
+        pool = fmt.allocate(pages, page_rows)
+        slots = torch.arange(pages * page_rows)
+        q: tuple[torch.Tensor, torch.Tensor | None]
+        if kv_format == _FP8:
+            q = _small_codes(g, requests, next_n, heads, INDEX_DIM), None
+            codes = _small_codes(g, len(slots), INDEX_DIM).view(torch.uint8)
+            scale = _choice(g, [0.5, 1.0, 2.0], len(slots), 1).view(torch.uint8)
+        else:
+            q = _small_mxfp4(g, requests, next_n, heads)
+            codes, words = _small_mxfp4(g, len(slots))
+            scale = words[:, None].view(torch.uint8)
+        fmt.write_fields(pool, page_rows, slots, codes, scale)
+        table = torch.randint(-2, pages + 2, (requests, 1400 // page_rows), generator=g).int()
+        lens = torch.randint(-9, columns + 9, (requests, next_n), generator=g).int()
+        lens[0, 0] = 1203
+        candidates = candidates_of(g, lens.clamp(max=columns), blocks)
+        weights = _choice(g, [0.0, 1.0, -1.0, 0.5], requests * next_n, heads)
+        results = _results(requests * next_n, k, fit * next_n * row_bytes(candidate_columns(blocks)))
+        rows = f"{requests} requests of {next_n} rows"
+        name = f"{rows}, {heads} heads, {k} picks of {blocks} blocks, pages of {page_rows}, {kv_format}"
+        arguments = (*q, pool, weights, lens, table, candidates, columns, kv_format, *results)
+        yield Example(name, arguments, _agree_candidates)
+
+
+_CANDIDATES_PREFILL = ((1, 32, 900, 0, 64, 16), (37, 64, 1300, 0, 100, 40), (9, 32, 700, 300, 7, 4))
+"""(rows, heads, keys, columns of the compressed form, k, candidate blocks)"""
+
+
+def score_candidates_prefill() -> Iterator[Example]:
+    """score_candidates_prefill(q, q_scale, k, k_scale, weights, start, end, candidates, max_seqlen_k, out,
+    workspace)"""
+    for rows, heads, keys, columns, k, blocks in _CANDIDATES_PREFILL:
+        g = torch.Generator().manual_seed(rows + keys)
+        scale = _choice(g, [0.5, 1.0, 2.0], keys)
+        start = torch.randint(0, keys // 2, (rows,), generator=g)
+        end = start + torch.randint(-9, keys + 9, (rows,), generator=g)
+        start[0], end[0] = 0, keys
+        lengths = end.clamp(max=keys) - start
+        candidates = candidates_of(g, lengths.clamp(max=columns) if columns else lengths, blocks)
+        inputs = _small_codes(g, rows, heads, INDEX_DIM), None, _small_codes(g, keys, INDEX_DIM), scale
+        weights = _choice(g, [0.0, 1.0, -1.0, 0.5], rows, heads)
+        results = _results(rows, k, rows * row_bytes(candidate_columns(blocks)))
+        name = f"{rows} rows, {heads} heads, {k} picks of {blocks} blocks of {keys} keys, {columns} columns"
+        arguments = (*inputs, weights, start.int(), end.int(), candidates, columns, *results)
+        yield Example(name, arguments, _agree_candidates)
+
+
+def _agree_candidates(got: Sequence[Any], want: Sequence[Any]) -> str:
+    return _agree_picks(got[9], want[9])
 
 
 SOAK = {"top_k_per_row_prefill": soak_top_k}
@@ -528,6 +647,9 @@ EXAMPLES = {
     "merge_top_k_keys": merge_keys,
     "mqa_logits": logits,
     "paged_mqa_logits": paged_logits,
+    "score_candidates_decode": score_candidates_decode,
+    "score_candidates_prefill": score_candidates_prefill,
     "score_top_k_prefill": score_top_k_prefill,
     "score_top_k_decode": score_top_k_decode,
+    "select_candidate_blocks": select_blocks,
 }

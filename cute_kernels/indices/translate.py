@@ -37,7 +37,7 @@ from cute_kernels.indices.launching import (
     shapes_for,
     too_many_entries,
 )
-from cute_kernels.models import ModelConfig
+from cute_kernels.models import ModelConfig, has_indexer
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
@@ -170,7 +170,7 @@ class TranslateKernel:
 
 def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[TranslateKey]:
     """Decode rows of the layers with ratio 4 have index_topk picks."""
-    if 4 not in config.compress_ratios:
+    if not has_indexer(config):
         return []
     return [
         TranslateKey(arch, width, True, *shape) for width in (4, 1) for shape in shapes_for(config.index_topk, width)

@@ -38,7 +38,7 @@ def ops_with_kernels() -> list[Op]:
 def deployment_keys(config: ModelConfig, tp: int = 1, arch: str = "sm_90a") -> list[KernelKey]:
     """Keys of all kernels that serving a model needs on one of `tp` ranks, each once. Imports CuTe DSL.
 
-    config   cute_kernels.layers.DeepseekV4Config or cute_kernels.models.ModelShape
+    config   cute_kernels.layers.DeepseekV4Config or cute_kernels.models.ModelShape; of V4.1 models.V41Shape
     tp       tensor-parallel ranks, a divisor of num_attention_heads
     arch     compile target, for example "sm_90a"
 
@@ -47,6 +47,9 @@ def deployment_keys(config: ModelConfig, tp: int = 1, arch: str = "sm_90a") -> l
     from cute_kernels.runtime.arch import check_arch
 
     check_arch(arch)
+    ratios = set(config.compress_ratios)
+    if not ratios <= {1, 4, 128}:  # V4.1's 1 is no window alone
+        raise ValueError(f"config: expected compress ratios of V4, or a V41Shape, got {sorted(ratios)}")
     heads = config.num_attention_heads
     if type(tp) is not int or tp < 1 or heads % tp:
         raise ValueError(f"tp: expected a divisor of num_attention_heads = {heads}, got {tp!r}")
@@ -64,7 +67,7 @@ def warmup(config: ModelConfig, tp: int = 1, arch: str | None = None) -> list[Ke
     of two, pools that are not aligned as this project allocates them. Kernels come from the disk cache where it has
     them and are compiled into it where it does not.
 
-    config   cute_kernels.layers.DeepseekV4Config or cute_kernels.models.ModelShape
+    config   cute_kernels.layers.DeepseekV4Config or cute_kernels.models.ModelShape; of V4.1 models.V41Shape
     tp       tensor-parallel ranks, a divisor of num_attention_heads
     arch     compile target; None: that of the current CUDA device. For another one than the device's, and on a machine
              without a GPU, the kernels are only put into the disk cache

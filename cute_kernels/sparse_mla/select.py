@@ -44,7 +44,7 @@ from typing import Any
 import torch
 
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8
-from cute_kernels.models import ModelConfig
+from cute_kernels.models import ModelConfig, latent_ratios
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
@@ -189,6 +189,8 @@ def decode_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
     its own kernels, and those that run before they are trusted."""
     lists = {4: ("listed",), 128: ("dense", "listed")}
     extras = {extra: None for ratio in config.compress_ratios for extra in lists.get(ratio, ("none",))}
+    if latent_ratios(config):
+        extras["listed"] = None
     heads, fmt = config.num_attention_heads // tp, FP8_DS_MLA.id
     owns = (*own_decode_kernels(arch, heads), "")
     kinds = itertools.product(extras, (False, True), (False, True), owns)

@@ -26,6 +26,17 @@ def raw_pages(cache: PagedCache) -> torch.Tensor:
     return raw
 
 
+def page_table(reaches: Sequence[int], page_tokens: int, generator: torch.Generator) -> tuple[torch.Tensor, int]:
+    """(block table int32 [R, width] of pages in random order, pages in all), for requests that reach so far."""
+    counts = [-(-reach // page_tokens) for reach in reaches]
+    blocks = sum(counts) + SPARE_PAGES
+    pages = torch.randperm(blocks, generator=generator).int()
+    rows = pages[-1].repeat(len(counts), max(counts) + 1)
+    for row, given in zip(rows, pages.split([*counts, SPARE_PAGES]), strict=False):
+        row[: given.shape[0]] = given
+    return rows, blocks
+
+
 class Pools:
     """Caches and block tables of a batch.
 
@@ -47,13 +58,7 @@ class Pools:
         generator = torch.Generator().manual_seed(seed)
 
         def table(page_tokens: int) -> tuple[torch.Tensor, int]:
-            counts = [-(-reach // page_tokens) for reach in self.reaches]
-            blocks = sum(counts) + SPARE_PAGES
-            pages = torch.randperm(blocks, generator=generator).int()
-            width = max(counts) + 1
-            rows = pages[-1].repeat(len(counts), width)
-            for row, given in zip(rows, pages.split([*counts, SPARE_PAGES]), strict=False):
-                row[: given.shape[0]] = given
+            rows, blocks = page_table(self.reaches, page_tokens, generator)
             return rows.to(device), blocks
 
         swa, swa_blocks = table(SWA_BLOCK_SIZE)

@@ -37,8 +37,10 @@ KINDS = {1: "SWA", 4: "C4A", 128: "C128A"}
 
 @dataclass(frozen=True)
 class LayerReport:
-    """A layer's run. truncated: (rows cut by top-k, rows) of a C4A layer. arrays: what --dump writes, if asked for.
-    steps: what steps take on a GPU. exchanged: of each rank, what came over the wire (`layer_runner.ranks`)."""
+    """A layer's run. truncated: (rows cut by top-k, rows) of a layer with an indexer. arrays: what --dump writes, if
+    asked for. steps: what steps take on a GPU. exchanged: of each rank, what came over the wire
+    (`layer_runner.ranks`). restricted: (rows that see more than their candidate blocks, rows) of a layer that selects
+    among these."""
 
     layer_index: int
     kind: str
@@ -48,6 +50,7 @@ class LayerReport:
     arrays: dict[str, np.ndarray] | None
     steps: list[StepTimes]
     exchanged: list[list[dict[str, Any]]] | None = None
+    restricted: tuple[int, int] | None = None
 
 
 def count_steps(requests: Sequence[Request], chunk: int, device: str, dump: bool) -> int:

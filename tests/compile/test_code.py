@@ -18,16 +18,18 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.compressor import epilogue, ratio4, ratio128, save
+from cute_kernels.compressor import epilogue, latent, latent_store, ratio4, ratio128, save
 from cute_kernels.compressor.slots import SlotsKey
 from cute_kernels.dsl import convert
 from cute_kernels.dsl.ptx import DEPENDENT_LAUNCH_ARCH, HAS_BF16_OF_E4M3
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, INDEXER_FP8, INDEXER_MXFP4, PLAIN_BF16, PLAIN_FP8
+from cute_kernels.indexer import block_maxima, merge_keys, picked_keys, query
 from cute_kernels.indexer import gather as index_gather
 from cute_kernels.indexer import launch as scores
-from cute_kernels.indexer import merge_keys, picked_keys, query
 from cute_kernels.indexer import select as select_scores
 from cute_kernels.indexer.hopper.logits import MANY_COLUMNS, LogitsKey
+from cute_kernels.indexer.hopper.logits_candidates import CandidateLogitsKey
+from cute_kernels.indexer.hopper.logits_candidates_mxfp4 import CandidateMxfp4Key
 from cute_kernels.indexer.hopper.logits_mxfp4 import HALVES
 from cute_kernels.indexer.mma_sync.logits import STEP, PortableLogitsKey
 from cute_kernels.indices.c128a import EntriesKey
@@ -358,6 +360,33 @@ def saves() -> Iterator[Row]:
         yield Row(save.key_for(HOPPER, width, 1), 255, smem=0, absent=ROUNDED)
 
 
+def latents() -> Iterator[Row]:
+    """Of ratio 1 48 warps of a multiprocessor find registers, 2 KB of each in flight; of ratio 2 half of the warps have
+    8 KB each."""
+    for arch, ratio, rows in itertools.product(MOVING, (1, 2), (1, latent.FEW_ROWS + 1)):
+        key = latent.key_for(arch, ratio, rows)
+        loads = 4 if ratio == 1 else 3 * 8
+        ptx = {r"ld\.relaxed\.gpu\S*\.v4\.b32": loads, r"ld\.global\.nc\.v2\.b32": 4} | waits(arch)
+        yield Row(key, 40 if ratio == 1 else 80, ptx, smem=0, absent=DIVISIONS, threads=128)
+    for arch, fmt in itertools.product(MOVING, (FP8_DS_MLA, INDEXER_FP8, INDEXER_MXFP4)):
+        key = latent_store.LatentStoreKey(arch, fmt.id)
+        ptx = {r"\bsub\.rn\.f32": 2, r"ld\.relaxed\.gpu\S*\.v2\.b32": fmt.dim // 128} | waits(arch)
+        yield Row(key, 40, ptx, smem=0, absent=ROUNDED, threads=128)
+
+
+def maxima_of_blocks() -> Iterator[Row]:
+    for arch in MOVING:
+        key = block_maxima.BlockMaximaKey(arch)
+        ptx = {r"shfl\.sync\.bfly": key.vectors // 2} | waits(arch)
+        yield Row(key, 40, ptx, smem=0, absent=DIVISIONS, threads=128)
+
+
+def scores_of_candidates() -> Iterator[Row]:
+    for heads, kind in itertools.product((16, 32, 64), (CandidateLogitsKey, CandidateMxfp4Key)):
+        key = kind(HOPPER, heads)
+        yield Row(key, 65536 // key.config.threads, waits(HOPPER), threads=key.config.threads)
+
+
 def entries_of_ratio_4() -> Iterator[Row]:
     """Four CTAs of 128 threads share a multiprocessor's registers and shared memory. With the bias, a token's row comes
     from two places."""
@@ -639,6 +668,7 @@ TABLE = {
     for rows in (
         *(inserts, gathers, qnorms, norms, norms_with_codes, quantizations, rotations, index_builders, saves),
         *(packs, keys, merges),
+        *(latents, maxima_of_blocks, scores_of_candidates),
         *(entries_of_ratio_4, entries_of_ratio_128, steps_before_attention, queries, gathers_of_index_keys),
         *(hoppers_scores, portable_scores, hoppers_gemms, hoppers_gemms_of_few_rows, portable_gemms),
         *(hoppers_attention, decodes_of_few_heads, portable_decodes, portable_prefills, combines),

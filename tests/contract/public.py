@@ -145,6 +145,9 @@ SPECIAL: dict[str, Callable[[Values], Values | None]] = {
     "score_top_k_prefill": lambda v: {
         "q": _pair(v["q"], v["q_scale"]), "kv": (v["k"], v["k_scale"]), "k": v["out"].shape[1],
     },
+    "select_candidate_blocks": lambda v: {
+        "num_blocks": v["out"].shape[1],
+    },
     "top_k_per_row_decode": _topk,
     "top_k_per_row_prefill": _topk,
     "build_flashinfer_mixed_sparse_indices": lambda v: {"out": (v["sparse_indices"], v["sparse_topk_lens"])},

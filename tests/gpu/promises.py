@@ -330,12 +330,14 @@ ROWS: dict[str, Mapping[str, int]] = {
     ),
     "fused_q_kv_rmsnorm": dict.fromkeys(("qr", "kv", "qr_out", "kv_out"), 0),
     "fused_q_kv_rmsnorm_quant": dict.fromkeys(("qr", "kv", "out", "kv_out", "qr_out"), 0) | {"scale_out": 1},
+    "k_norm_rope_store": dict.fromkeys(("k", "positions", "slot_mapping"), 0),
     "merge_attention_states": {"outs": 1, "lses": 1, "out": 0, "lse": 0},
     "mqa_logits": dict.fromkeys(("q", "q_scale", "weights", "cu_seq_len_k_start", "cu_seq_len_k_end", "out"), 0),
     "mtp_shared_head_rmsnorm": {"hidden_states": 0, "out": 0},
     "pack_records": {"slots": 0, "out": 0},
     "quantize_and_insert_k_cache": {"k": 0, "slot_mapping": 0},
     "quantize_fp8_1x128": {"x": 0, "out": 0, "scale_out": 1},
+    "rope_quant_insert": dict.fromkeys(("latent", "positions", "slot_mapping"), 0),
     "save_partial_states": dict.fromkeys(("kv", "score", "positions", "slot_mapping"), 0),
     "sparse_mla_decode": dict.fromkeys(
         (
@@ -378,6 +380,7 @@ NO_ROWS: dict[str, Mapping[str, int]] = ROWS | {
         0,
     ),
     "combine_topk_swa_indices": dict.fromkeys(("topk_indices", "out_indices", "out_lens"), 0),
+    "compress_latent": dict.fromkeys(("kv_score", "positions", "token_to_req_indices", "slot_mapping", "out"), 0),
     "cp_gather_indexer_k_quant_cache": dict.fromkeys(("dst_k", "dst_scale"), 0),
     "dequantize_and_gather_k_cache": dict.fromkeys(("out", "seq_lens", "gather_lens", "block_table"), 0),
     "fused_compress_norm_rope_store": dict.fromkeys(_FUSED, 0),
@@ -386,10 +389,12 @@ NO_ROWS: dict[str, Mapping[str, int]] = ROWS | {
     "get_compressed_slot_mapping": dict.fromkeys(("out", "slot_mapping"), 0),
     "merge_top_k_keys": {"keys": 1} | dict.fromkeys(("out", "out_slots", "out_lens"), 0),
     "paged_mqa_logits": dict.fromkeys(_SCORED, 0),
+    "score_candidates_decode": dict.fromkeys((*_SCORED, "candidates"), 0),
     "score_top_k_decode": dict.fromkeys(_SCORED, 0),
     "score_top_k_prefill": dict.fromkeys(
         ("q", "q_scale", "weights", "cu_seq_len_k_start", "cu_seq_len_k_end", "out"), 0
     ),
+    "select_candidate_blocks": dict.fromkeys(("logits", "seq_lens", "out"), 0),
     "sparse_mla_mixed": dict.fromkeys(("query", "sparse_indices", "sparse_topk_lens", "out", "lse"), 0),
     "sparse_mla_prefill_paged": dict.fromkeys(("q", "topk_indices", "out", "max_logits", "lse", "positions"), 0)
     | {"out_scale": 2},

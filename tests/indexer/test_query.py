@@ -221,7 +221,18 @@ def test_opcheck() -> None:
     )
     outs = (torch.empty(3, 2, 64, dtype=torch.uint8), torch.empty(3, 2, dtype=torch.int32), torch.empty(3, 2))
     check_op(
-        "fused_indexer_q_rope_quant_mxfp4", positions, q, TABLE, w, *SCALES, "ties_to_even", True, *outs, False, True
+        "fused_indexer_q_rope_quant_mxfp4",
+        positions,
+        q,
+        TABLE,
+        w,
+        *SCALES,
+        "ties_to_even",
+        1e-4,
+        True,
+        *outs,
+        False,
+        True,
     )
 
 

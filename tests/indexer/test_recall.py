@@ -38,7 +38,7 @@ def recall(mxfp4: bool, hadamard: bool, outliers: int) -> float:
         packed, bytes_ = torch.empty(ROWS, HEADS, 64, dtype=torch.uint8), torch.empty(ROWS, HEADS, dtype=torch.int32)
         results = packed, bytes_, scaled
         reference.fused_indexer_q_rope_quant_mxfp4(
-            QueryMxfp4Call(*rotated, "ties_to_lower", hadamard, *results, False, False)
+            QueryMxfp4Call(*rotated, "ties_to_lower", numerics.CACHE_FLOOR, hadamard, *results, False, False)
         )
         operands = packed, bytes_, codes, scale.contiguous().view(torch.int32)[:, 0]
     else:

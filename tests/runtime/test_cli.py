@@ -62,8 +62,8 @@ def test_info_says_what_is_supported(capsys: Capture) -> None:
     groups = listed_ops(out)
     assert "quantize_and_insert_k_cache" in groups["measured sm_90a, compiled sm_80 sm_89 sm_100a sm_103a sm_120a"]
     assert sorted(name for names in groups.values() for name in names) == sorted(registry.all_ops())
-    # every op has a kernel
-    assert "reference everywhere" not in groups
+    # every other op has a kernel
+    assert groups["reference everywhere"] == ["score_candidates_prefill"]
 
 
 def listed_ops(out: str) -> dict[str, list[str]]:
@@ -121,7 +121,8 @@ def test_info_on_gpus(capsys: Capture, gpu: SimpleNamespace) -> None:
     [
         (
             (9, 0),
-            r"A GPU, sm_90a: of \d+ ops \d+ have kernels measured on it(, \d+ kernels compiled [^,]*)?\.\n",
+            r"A GPU, sm_90a: of \d+ ops \d+ have kernels measured on it(, \d+ kernels compiled [^,]*)?"
+            r", 1 no kernel [^,]*\.\n",
         ),
         ((10, 0), r"A GPU, sm_100a: of \d+ ops \d+ kernels compiled .* run once `python -m cute_kernels verify` has"),
         ((8, 6), r"A GPU, sm_86: .* were never run: start with `python -m cute_kernels verify`"),
@@ -196,11 +197,11 @@ def test_deployments(tmp_path: Path) -> None:
     def wanted(*arguments: str) -> list[tuple[Any, int]]:
         return cli.wanted_deployments(cli.make_parser().parse_args(["precompile", *arguments]))
 
-    flash, pro = MODELS["v4-flash"], MODELS["v4-pro"]
+    flash, pro, newer = (MODELS[name] for name in ("v4-flash", "v4-pro", "v4.1-flash"))
     assert wanted() == [(flash, 1)]
     assert wanted("--model", "v4-pro", "--tp", "8") == [(pro, 8)]
-    assert wanted("--all") == [(m, tp) for m in (flash, pro) for tp in (1, 2, 4, 8)]
-    assert wanted("--all", "--tp", "4") == [(flash, 4), (pro, 4)]
+    assert wanted("--all") == [(m, tp) for m in (flash, pro, newer) for tp in (1, 2, 4, 8)]
+    assert wanted("--all", "--tp", "4") == [(flash, 4), (pro, 4), (newer, 4)]
     (tmp_path / "config.json").write_text('{"hidden_size": 7168, "num_attention_heads": 128}')
     ((shape, tp),) = wanted("--config", str(tmp_path / "config.json"), "--tp", "2")
     assert (shape.hidden_size, tp) == (7168, 2)

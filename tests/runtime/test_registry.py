@@ -17,12 +17,13 @@ import torch
 
 import cute_kernels
 from cute_kernels import support
-from cute_kernels.models import MODELS, ModelShape
+from cute_kernels.models import MODELS, ModelShape, V41Shape
 from cute_kernels.runtime import arch as arch_
 from cute_kernels.runtime import cache, registry, verify
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.key import KernelKey
 from layers.config import PRESETS
+from layers.v41_config import V41_PRESETS
 
 ROOT = Path(__file__).parent.parent.parent
 needs_dsl = pytest.mark.skipif(not importlib.util.find_spec("cutlass"), reason="CuTe DSL is not installed")
@@ -48,7 +49,8 @@ def test_the_kernels_of_a_deployment_are_finite_and_enumerable(model: str, arch:
     for tp in (1, 2, 4, 8):
         keys = registry.deployment_keys(MODELS[model], tp, arch)
         assert len(set(keys)) == len(keys)
-        assert keys == registry.deployment_keys(PRESETS[model], tp, arch), "a layer's config serves as well"
+        if model in PRESETS:
+            assert keys == registry.deployment_keys(PRESETS[model], tp, arch), "a layer's config serves as well"
         for key in keys:
             assert isinstance(key, KernelKey)
             assert key.arch == arch
@@ -63,7 +65,7 @@ def test_the_support_table_says_what_the_kernels_say() -> None:
     assert sorted(support.KERNEL_ARCHS) == sorted(op.name for op in ops)
     for op in ops:
         declare = op.load_kernel().deployment_keys
-        archs = {arch for arch in support.ARCHS if declare(FLASH, 1, arch)}
+        archs = {arch for arch in support.ARCHS if any(declare(model, 1, arch) for model in MODELS.values())}
         assert set(support.KERNEL_ARCHS[op.name]) == archs, op.name
 
 
@@ -144,9 +146,14 @@ def test_warmup_without_a_gpu_fills_the_disk_cache(
 
 
 def test_models_are_the_layers_presets() -> None:
-    assert sorted(MODELS) == sorted(PRESETS)
-    for name, shape in MODELS.items():
-        assert {field: getattr(PRESETS[name], field) for field in vars(shape)} == vars(shape)
+    assert sorted(MODELS) == sorted({**PRESETS, **V41_PRESETS})
+    for name, config in PRESETS.items():
+        shape = MODELS[name]
+        assert {field: getattr(config, field) for field in vars(shape)} == vars(shape)
+    for name, newer in V41_PRESETS.items():
+        assert V41Shape.of(newer) == MODELS[name]
+        with pytest.raises(ValueError, match=r"config: expected compress ratios of V4, or a V41Shape, got \[0, 1, 2\]"):
+            registry.deployment_keys(newer)
 
 
 def test_a_published_config_is_read(tmp_path: Path) -> None:
@@ -160,6 +167,11 @@ def test_a_published_config_is_read(tmp_path: Path) -> None:
     assert shape.index_topk == FLASH.index_topk
     path.write_text('{"layer_types": ["sliding_attention", "compressed_sparse_attention"]}')
     assert ModelShape.from_json(path).compress_ratios == (1, 4)
+    path.write_text('{"model_type": "deepseek_v41", "text_config": {"hidden_size": 512, "compress_ratios": [0, 1]}}')
+    newer = ModelShape.from_json(path)
+    assert isinstance(newer, V41Shape)
+    assert (newer.hidden_size, newer.index_n_heads, newer.layer_ratios, newer.latent_ratios) == (512, 32, (0, 1), (1,))
+    assert newer.compress_ratios == (1,), "a window alone"
     path.write_text('{"hc_mult": 1}')
     assert ModelShape.from_json(path).hc_mult == 1
 

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What score_candidates_decode runs on a GPU, chunk after chunk: the scores of candidates, compact, then their picks.
+
+The kernel that picks (topk.py) takes the candidates for a block table of pages of eight rows: what it writes in place
+of column 8 m + i is then key i of candidate m.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_kernels.indexer import chunks, launch, select, topk_select
+from cute_kernels.indexer.call import CandidatesDecodeCall, stride
+from cute_kernels.indexer.chunks import CANDIDATE_BLOCK
+from cute_kernels.indexer.hopper.logits_candidates import CandidateLogitsKey
+from cute_kernels.indexer.hopper.logits_candidates_mxfp4 import CandidateMxfp4Key
+from cute_kernels.models import ModelConfig, latent_ratios
+from cute_kernels.runtime.arch import arch_of, grid_size, multiprocessors
+from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.runtime.compile import launch as launch_key
+from cute_kernels.runtime.key import OpKernel
+
+
+def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
+    """Those of scores and picks, of a model with candidates. Every rank has all index heads."""
+    if arch != select.HOPPER or not latent_ratios(config):
+        return []
+    keys = [key(arch, config.index_n_heads) for key in (CandidateLogitsKey, CandidateMxfp4Key)]
+    return [*keys, *topk_select.deployment_keys(config, tp, arch)]
+
+
+def why_not(call: CandidatesDecodeCall) -> str:
+    """Why no kernels can take a (checked) call; empty if they can."""
+    arch, heads, page_rows = arch_of(call.out.device.index), call.q.shape[2], call.kv_cache.shape[1]
+    blocks, k = call.candidates.shape[1], call.out.shape[1]
+    if arch != select.HOPPER:
+        return f"there is a kernel on {select.HOPPER} only, this is {arch}"
+    if heads % select.HEAD_STEP or heads > select.MOST_HEADS:
+        return f"HI must be a multiple of {select.HEAD_STEP}, at most {select.MOST_HEADS}, got {heads}"
+    if page_rows % CANDIDATE_BLOCK:
+        return f"pages must have a multiple of {CANDIDATE_BLOCK} keys, got {page_rows}"
+    if CANDIDATE_BLOCK * blocks <= k:
+        return f"candidates must have more than k = {k} keys, got {blocks} blocks"
+    if call.max_model_len > 2**31 - 256:
+        return f"there must be at most 2^31 - 256 keys, got {call.max_model_len}"
+    scores = scores_of(call, *next(iter(bounds_of(call)), (0, 0)))  # no chunk has more than the first
+    why = launch.why_not(call.q, call.kv_cache, "kv_cache", scores)
+    return why or topk_select.why_not(scores, scores.shape[0], k)
+
+
+def scores_of(call: CandidatesDecodeCall, first: int, last: int) -> torch.Tensor:
+    """fp32 [rows, 8 blocks] of the workspace, for some requests; a row's count is behind its scores."""
+    columns = CANDIDATE_BLOCK * call.candidates.shape[1]
+    step = chunks.row_bytes(columns + chunks.LENGTH_COLUMNS) // 4
+    rows = (last - first) * call.q.shape[1]
+    return call.workspace.view(call.weights.dtype).as_strided((rows, columns), (step, 1))
+
+
+def bounds_of(call: CandidatesDecodeCall) -> tuple[tuple[int, int], ...]:
+    """First and last request, exclusive, of each chunk whose scores fit into the workspace."""
+    requests, next_n = call.q.shape[:2]
+    columns = chunks.candidate_columns(call.candidates.shape[1])
+    return chunks.bounds(requests, columns, next_n, call.workspace.numel() * call.workspace.element_size())
+
+
+def run(call: CandidatesDecodeCall) -> None:
+    """Run the kernels on the current stream of out's device."""
+    next_n = call.q.shape[1]
+    for first, last in bounds_of(call):
+        own, rows = slice(first, last), slice(first * next_n, last * next_n)
+        cut = {name: getattr(call, name)[own] for name in ("q", "context_lens", "block_tables")}
+        cut |= {name: getattr(call, name)[rows] for name in ("weights", "candidates", "out")}
+        part = call._replace(q_scale=None if call.q_scale is None else call.q_scale[own], **cut)
+        run_chunk(part, scores_of(part, 0, last - first))
+
+
+def run_chunk(call: CandidatesDecodeCall, scores: torch.Tensor) -> None:
+    """Of a call whose scores all fit into the workspace."""
+    device_index = call.out.device.index
+    rows, columns = scores.shape
+    q, pool, table, candidates, lengths = call.q, call.kv_cache, call.block_tables, call.candidates, call.context_lens
+    key = (CandidateLogitsKey if call.q_scale is None else CandidateMxfp4Key)(select.HOPPER, q.shape[2])
+    tiles = rows * -(-columns // key.config.keys)
+    codes, page_rows = pool.data_ptr(), pool.shape[1]
+    numbers: tuple[Any, ...] = (
+        call.weights,
+        *(q.data_ptr(), stride(q, 0), stride(q, 1), stride(q, 2), q.shape[0], q.shape[1]),
+        *(codes, codes + page_rows * key.config.row_bytes, stride(pool, 0), page_rows, pool.shape[0]),
+        *(table.data_ptr(), table.stride(0) * 4, table.shape[1]),
+        *(candidates.data_ptr(), candidates.stride(0) * 4, candidates.shape[1]),
+        *(lengths.data_ptr(), lengths.stride(0) * 4, call.max_model_len, call.out.shape[1]),
+        *(scores.data_ptr(), scores.stride(0) * 4),
+    )
+    ctas = grid_size(min(multiprocessors(device_index), tiles))
+    launch_key(key, device_index, *numbers, *launch.scale_arguments(key, call.q_scale), ctas)
+    counts = scores.data_ptr() + 4 * columns, scores.stride(0) * 4, 0, 1
+    picked = topk_select.slots(candidates, CANDIDATE_BLOCK)
+    topk_select.run(scores, (0, 0), counts, call.out, rows, call.out.shape[1], slots=picked)
+
+
+KERNEL = OpKernel(run, why_not, deployment_keys)

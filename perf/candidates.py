@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Benchmarks of V4.1's candidate blocks: selected from scores, and scores and picks among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from cute_kernels.formats import FORMATS, INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4
+from cute_kernels.indexer.ops import score_top_k_workspace_size, select_candidate_blocks_workspace_size
+from perf.bench import Arguments, Bench, Case
+from perf.topk import same_picks
+
+BLOCKS, HEADS, PICKS, PAGE_ROWS = 2048, 32, 512, 64
+
+SELECTIONS = ((16, 131072), (64, 131072), (64, 1 << 20))
+"""(rows, keys of each)"""
+
+DECODES = (
+    (1, 1, 131072, INDEXER_FP8.id),
+    (64, 1, 131072, INDEXER_FP8.id),
+    (16, 6, 131072, INDEXER_FP8.id),
+    (64, 1, 1 << 20, INDEXER_FP8.id),
+    (64, 1, 1 << 20, INDEXER_MXFP4.id),
+)
+"""(requests, rows of each, keys of each, format)"""
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator(device="cuda").manual_seed(seed)
+
+
+def _selection(rows: int, keys: int, seed: int) -> Arguments:
+    logits = torch.randn(rows, keys, device="cuda", generator=_generator(seed))
+    lengths = torch.full((rows, 1), keys - 3, dtype=torch.int32, device="cuda")
+    out = torch.empty(rows, BLOCKS, dtype=torch.int32, device="cuda")
+    return logits, lengths, out, torch.empty(select_candidate_blocks_workspace_size(rows, keys) // 4, device="cuda")
+
+
+def _decode(requests: int, next_n: int, keys: int, kv_format: str, seed: int) -> Arguments:
+    """Random keys, whose scales are alike; random candidates with the newest block."""
+    g, fmt = _generator(seed), FORMATS[kv_format]
+    rows, pages = requests * next_n, requests * (keys // PAGE_ROWS)
+    pool = fmt.allocate(pages, PAGE_ROWS, "cuda")
+    raw = fmt.pages(pool, PAGE_ROWS)
+    raw.random_(generator=g)
+    (_, code_bytes), (offset, _) = fmt.fields(PAGE_ROWS)
+    q_scale = None
+    if kv_format == INDEXER_FP8.id:
+        raw &= 0x77
+        raw[:, offset:] = torch.ones(PAGE_ROWS, device="cuda").view(torch.uint8)
+        q = torch.randn(requests, next_n, HEADS, INDEX_DIM, device="cuda", generator=g).to(torch.float8_e4m3fn)
+    else:
+        raw[:, offset:].random_(121, 128, generator=g)
+        q = torch.randint(0, 256, (requests, next_n, HEADS, code_bytes), device="cuda", generator=g, dtype=torch.uint8)
+        bytes_ = torch.randint(121, 128, (requests, next_n, HEADS, 4), device="cuda", generator=g, dtype=torch.uint8)
+        q_scale = bytes_.view(torch.int32)[..., 0]
+    table = torch.randperm(pages, device="cuda", generator=g).view(requests, -1).int()
+    lengths = torch.full((requests, next_n), keys - 3, dtype=torch.int32, device="cuda")
+    older = torch.stack(
+        [torch.randperm(keys // 8 - 1, device="cuda", generator=g)[: BLOCKS - 1].sort().values for _ in range(rows)]
+    )
+    candidates = torch.nn.functional.pad(older, (0, 1), value=keys // 8 - 1).int()
+    weights = torch.randn(rows, HEADS, device="cuda", generator=g)
+    size = score_top_k_workspace_size(requests, 0, PICKS, next_n=next_n, candidates=BLOCKS)
+    out = torch.empty(rows, PICKS, dtype=torch.int32, device="cuda")
+    where = lengths, table, candidates, keys, kv_format
+    return q, q_scale, pool, weights, *where, out, torch.empty(size // 4, device="cuda")
+
+
+def _same_but_workspace(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
+    return torch.equal(got[0], want[0])
+
+
+def _nearly_same_picks(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
+    """Sums of tensor cores have fewer bits than the reference's."""
+    return same_picks(got[:1], want[:1])
+
+
+SELECT = Bench(
+    op="select_candidate_blocks",
+    cases=tuple(
+        Case(f"b{rows} ctx{keys}", rows, partial(_selection, rows, keys), {"keys": keys}) for rows, keys in SELECTIONS
+    ),
+    quick=(64,),
+    same=_same_but_workspace,
+)
+SCORE = Bench(
+    op="score_candidates_decode",
+    cases=tuple(
+        Case(
+            f"b{requests} ctx{keys}" + f" next_n={next_n}" * (next_n > 1) + " mxfp4" * (kv_format != INDEXER_FP8.id),
+            requests,
+            partial(_decode, requests, next_n, keys, kv_format),
+            {"next_n": next_n, "keys": keys, "heads": HEADS, "k": PICKS},
+            products="e4m3",
+        )
+        for requests, next_n, keys, kv_format in DECODES
+    ),
+    quick=(64,),
+    same=_nearly_same_picks,
+)
+SWEEPS = {bench.op: bench.sweep for bench in (SELECT, SCORE)}
+QUICK = {bench.op: bench.quick for bench in (SELECT, SCORE)}
+"""Numbers of rows of a quick look."""

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What V4.1's attention layers compute, from their formulas: dense numpy, one sequence, no caches, pages or steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from layers import DeepseekV41Config
+from tests import oracle
+from tests.layers.meaning import Array, Exact, Rounded, Weights, best, blocks, frequencies, index_scores
+
+
+class V41Rounded(Rounded):
+    """Rounds as 584-byte records and either format of keys do; MXFP4 scales go down to normal numbers."""
+
+    def index_key(self, x: Array) -> tuple[Array, Array]:
+        if self.index == "fp8":
+            return super().index_key(x)
+        values, scale = blocks(x, 32, "e2m1", 6 * 2.0**-126, "ties_to_even")
+        return (values * scale[..., None]).reshape(x.shape), np.ones(len(x))
+
+    def index_query(self, x: Array) -> tuple[Array, Array | None]:
+        if self.index == "fp8":
+            return super().index_query(x)
+        values, scale = blocks(x, 32, "e2m1", 6 * 2.0**-126, "ties_to_even")
+        return (values * scale[..., None]).reshape(x.shape), None
+
+
+@dataclass
+class Shared:
+    """What layers leave for those behind them."""
+
+    entries: Array
+    keys: tuple[Array, Array]
+    picks: list[list[int]]
+    blocks: list[list[int]]
+
+
+@dataclass
+class Result:
+    """Of one layer: its output; of index sources what they select by their own scores, and candidate blocks."""
+
+    out: Array
+    picks: list[list[int]] | None = None
+    blocks: list[list[int]] | None = None
+
+
+class V41Meaning:
+    """All layers of a config. weights: of each layer, FP8 ones with scales of 32 x 32 blocks."""
+
+    def __init__(self, config: DeepseekV41Config, weights: list[Weights], rounding: Exact) -> None:
+        self.c, self.w, self.r = config, weights, rounding
+
+    def run(self, hidden: list[Array], given: list[tuple[list[list[int]], list[list[int]]] | None]) -> list[Result]:
+        """Each layer on its hidden states. given: of layers that select, picks and blocks that go on from there."""
+        shared: Shared | None = None
+        results = []
+        for layer, states in enumerate(hidden):
+            result, shared = self._layer(layer, states, shared, given[layer])
+            results.append(result)
+        return results
+
+    def _weight(self, layer: int, name: str) -> Array:
+        weight, scale = self.w[layer][name + ".weight"], self.w[layer].get(name + ".scale")
+        return weight if scale is None else weight * np.kron(scale, np.ones((32, 32)))
+
+    def _product(self, layer: int, name: str, x: Array) -> Array:
+        return self.r.bf16(x @ self._weight(layer, name).T)
+
+    def _norm(self, layer: int, name: str, x: Array) -> Array:
+        return self.r.bf16(oracle.rms_norm(x, self.w[layer][name + ".weight"], self.c.rms_norm_eps))
+
+    def _turn(self, layer: int, x: Array, positions: Array, inverse: bool = False) -> Array:
+        c = self.c
+        is_far = c.compress_ratios[layer] > 0
+        theta, factor = (c.compress_rope_theta, c.rope_factor) if is_far else (c.rope_theta, 1.0)
+        found = frequencies(theta, factor, c.rope_beta_fast, c.rope_beta_slow, c.rope_original_max_position)
+        return self.r.turn(x, (positions[:, None] * found).reshape(len(x), *[1] * (x.ndim - 2), 32), inverse)
+
+    def _latents(self, layer: int, x: Array, ratio: int) -> Array:
+        kv = self.r.fp32(x @ self.w[layer]["compressor.wkv.weight"].T)
+        if ratio == 2:
+            gate = self.r.fp32(x @ self.w[layer]["compressor.wgate.weight"].T)
+            pairs = len(x) // 2
+            t = gate[: 2 * pairs].reshape(pairs, 2, -1)
+            share = 1 / (1 + np.exp(t[:, 0] - t[:, 1]))
+            value = kv[: 2 * pairs].reshape(pairs, 2, -1)
+            kv = value[:, 0] * (1 - share) + value[:, 1] * share
+        return self._norm(layer, "compressor.norm", self.r.bf16(kv))
+
+    def _layer(
+        self, layer: int, x: Array, shared: Shared | None, given: tuple[list[list[int]], list[list[int]]] | None
+    ) -> tuple[Result, Shared | None]:
+        c, r, ratio = self.c, self.r, self.c.compress_ratios[layer]
+        positions = np.arange(len(x))
+        qr = self._norm(layer, "q_norm", self._product(layer, "wq_a", x))
+        q = self._product(layer, "wq_b", qr).reshape(len(x), c.num_attention_heads, 512)
+        q = r.query(self._turn(layer, q, positions))
+        kv = self._norm(layer, "kv_norm", self._product(layer, "wkv", x))
+        window = r.window_row(self._turn(layer, kv, positions))
+        visible = (positions + 1) // ratio if ratio else positions * 0
+        if layer in c.kv_source_layer_ids:
+            latents = self._latents(layer, x, ratio)
+            starts = np.arange(len(latents)) * ratio
+            entries = r.entry_row(self._turn(layer, latents, starts))
+            keys = self._norm(layer, "indexer.k_norm", self._product(layer, "indexer.wk", latents))
+            shared = Shared(entries, r.index_key(r.bf16(self._turn(layer, keys, starts))), [], [])
+        result = Result(x)
+        if layer in c.index_source_layer_ids:
+            assert shared is not None
+            result.picks, result.blocks = self._select(layer, x, qr, visible, shared)
+            picks, candidates = (result.picks, result.blocks) if given is None else given
+            shared = Shared(shared.entries, shared.keys, picks, candidates or shared.blocks)
+        o = np.stack([self._attend(layer, t, q[t], window, shared if ratio else None) for t in positions])
+        o = r.bf16(self._turn(layer, r.bf16(o), positions, inverse=True))
+        groups = o.reshape(len(x), c.o_groups, -1)
+        wo_a = self._weight(layer, "wo_a").reshape(c.o_groups, -1, groups.shape[-1])
+        low = r.bf16(np.einsum("tgk,gdk->tgd", groups, wo_a, optimize=True))
+        result.out = self._product(layer, "wo_b", low.reshape(len(x), -1))
+        return result, shared
+
+    def _select(
+        self, layer: int, x: Array, qr: Array, visible: Array, shared: Shared
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        c, r = self.c, self.r
+        iq = self._product(layer, "indexer.wq_b", qr).reshape(len(x), c.index_n_heads, 128)
+        iq, scale = r.index_query(r.bf16(self._turn(layer, iq, np.arange(len(x)))))
+        weights = self._product(layer, "indexer.weights_proj", x)
+        weights = weights if scale is None else r.fp32(weights * scale)
+        weights = r.fp32(r.fp32(weights * r.fp32(np.array(128**-0.5))) * r.fp32(np.array(c.index_n_heads**-0.5)))
+        scores = index_scores(iq, weights, shared.keys, r)
+        picks, chosen = [], []
+        for t, count in enumerate(visible):
+            allowed = scores[t, :count].copy()
+            if c.takes_candidates(layer):
+                allowed[~np.isin(np.arange(count) // 8, shared.blocks[t])] = -np.inf
+            picks.append([j for j in best(allowed, c.index_topk) if allowed[j] > -np.inf])
+            if layer == c.candidate_source_layer_id:
+                maxima = [scores[t, m : min(m + 8, count)].max() for m in range(0, count, 8)]
+                maxima[-1:] = [np.inf] if maxima else []
+                chosen.append(best(np.array(maxima), c.candidate_topk_blocks))
+        return picks, chosen
+
+    def _attend(self, layer: int, t: int, q: Array, window: Array, shared: Shared | None) -> Array:
+        """[heads, 512] of one row: a softmax over window and picks, with a sink that has no value."""
+        rows = window[max(t - self.c.sliding_window + 1, 0) : t + 1]
+        if shared is not None:
+            rows = np.concatenate([rows, shared.entries[shared.picks[t]]])
+        weight = np.exp(q @ rows.T / math.sqrt(512))
+        return (weight @ rows) / (weight.sum(axis=1) + np.exp(self.w[layer]["attn_sink"]))[:, None]
