@@ -71,6 +71,7 @@ def start(script: Path, argv: Sequence[str], size: int) -> int:
             if all(process.returncode == 0 for process in processes):
                 return 0
             time.sleep(0.05)
+        lost, code = next((rank, p.returncode) for rank, p in enumerate(processes) if p.returncode not in (None, 0))
         deadline = time.monotonic() + GRACE_S
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -79,9 +80,10 @@ def start(script: Path, argv: Sequence[str], size: int) -> int:
             if process.poll() is None:
                 process.kill()
             process.wait()
-    if processes[0].returncode < 0:
-        raise CommunicatorError(f"rank 0 was ended by signal {-processes[0].returncode}")
-    return processes[0].returncode or 1
+    if processes[0].returncode > 0:
+        return processes[0].returncode
+    how = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
+    raise CommunicatorError(f"rank {lost} {how}")
 
 
 def _end_with_the_first_process() -> None:
