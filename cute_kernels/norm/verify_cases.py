@@ -64,6 +64,7 @@ def q_kv() -> Iterator[Example]:
         (1, 1024, 512, torch.bfloat16),
         (13, 1024, 512, torch.float32),
         (67, 1536, 512, torch.bfloat16),
+        (5, 1280, 512, torch.bfloat16),
         (5, 8, 3000, torch.float32),
         (6, 4096, 24, torch.float32),
     ):
@@ -110,6 +111,8 @@ def q_kv_quant() -> Iterator[Example]:
         (301, 1536, 512, True, torch.float32),
         (302, 1024, 512, False, torch.bfloat16),
         (303, 1536, 512, False, torch.bfloat16),
+        (2, 1280, 512, False, torch.bfloat16),
+        (304, 1280, 512, False, torch.bfloat16),
         (259, 1032, 24, True, torch.float32),
     ):
         qr, kv = _rows(tokens, width, seed=11), _rows(tokens, kv_width, seed=12)
@@ -129,6 +132,7 @@ def mtp_input() -> Iterator[Example]:
         (9, 4096, 4, torch.int32, torch.float32),
         (14, 4096, 4, torch.int64, torch.bfloat16),
         (34, 7168, 3, torch.int64, torch.bfloat16),
+        (2, 5120, 4, torch.int64, torch.bfloat16),
     ):
         embeds, previous = _rows(tokens, width, seed=5), _rows(tokens, streams, width, seed=6)
         positions = torch.arange(tokens, dtype=dtype) % 3
@@ -141,7 +145,7 @@ def mtp_input() -> Iterator[Example]:
 
 def shared_head() -> Iterator[Example]:
     """mtp_shared_head_rmsnorm(hidden_states, weight, eps, out, use_pdl)"""
-    for tokens, width in ((0, 4096), (1, 7168), (65, 4096), (3, 40), (2, 10000)):
+    for tokens, width in ((0, 4096), (1, 7168), (65, 4096), (3, 40), (2, 10000), (2, 5120)):
         x = _rows(tokens, width, seed=9)
         arguments = (x, _weight(width, 10), _EPS, _poisoned(x), tokens == 3)
         yield Example(f"{tokens} rows of {width}", arguments, partial(_agree, (3,)))
