@@ -43,7 +43,8 @@ VECTORS = HEAD_DIM // 128
 """Of four columns that a lane has of half a row."""
 
 FEW_ROWS = 2048
-"""Up to so many, a row of ratio 2 is asked for before it is known whether anybody needs it."""
+"""Up to so many, a row of ratio 2 is asked for before it is known whether anybody needs it; with more, rows of ratio 1
+may go through L1. The bound lies between calls of 64 and of 8192 rows (perf/log/latents.md)."""
 
 
 class Rows(NamedTuple):
@@ -247,7 +248,7 @@ class LatentKey(KernelKey):
 def key_for(arch: str, ratio: int, rows: int) -> LatentKey:
     """The kernel of calls of so many rows."""
     is_few = rows <= FEW_ROWS
-    return LatentKey(arch, ratio, early=ratio == 2 and is_few, through_l1=not is_few)
+    return LatentKey(arch, ratio, early=ratio == 2 and is_few, through_l1=ratio == 1 and not is_few)
 
 
 def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[LatentKey]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel of select_candidate_blocks: the largest score of each block of eight keys, whose best topk.py then picks.
 
-    a warp's piece of a row       VECTORS times 128 columns
+    a warp's piece of a row       PIECE columns, VECTORS times 128
     lane, of each 128             columns 4 * lane .. + 3, half a block
     behind the exchange           even lanes have the blocks of the first, third, ... 128, odd ones those of the others
 
@@ -37,8 +37,11 @@ from cute_kernels.runtime.key import OpKernel
 WARPS = 4
 """Per CTA."""
 
-VECTORS = 8
-"""Of four columns that a lane has: 4 KB of a warp are under way at once."""
+VECTORS = 4
+"""Of four columns that a lane has: 2 KB of a warp are under way at once (perf/log/candidates.md)."""
+
+PIECE = 128 * VECTORS
+"""Columns of a warp."""
 
 
 class Rows(NamedTuple):
@@ -71,7 +74,6 @@ class BlockMaximaKernel:
     selected; stream)."""
 
     def __init__(self, key: BlockMaximaKey) -> None:
-        self.vectors, self.piece = key.vectors, 128 * key.vectors
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
 
     @cute.jit
@@ -90,7 +92,7 @@ class BlockMaximaKernel:
     ) -> None:
         self.kernel.set_name_prefix("block_maxima", remove_cutlass_symbol=True, keep_mangled_name=False)
         rows, columns = length(scores, 0), length(scores, 1)
-        pieces = cutlass.max(cute.ceil_div(columns, self.piece), Int32(1))
+        pieces = cutlass.max(cute.ceil_div(columns, PIECE), Int32(1))
         divisor = cute.fast_divmod_create_divisor_v2
         units = rows * pieces
         source = address(scores), stride_bytes(scores, 0), columns, divisor(pieces), units
@@ -121,7 +123,7 @@ class BlockMaximaKernel:
         maxima = rows.maxima + Int64(row) * rows.maxima_stride
         is_first = (piece == 0) & (lane == 0) & (unit < rows.units)
         ptx.store_global_s32(maxima + Int64(rows.blocks) * 4, count, is_first)
-        first = piece * self.piece
+        first = piece * PIECE
         if (unit < rows.units) & (first < length) & (count > rows.selected):
             self.reduce(rows.scores + Int64(row) * rows.stride, first, length, count, maxima, lane)
 
@@ -131,13 +133,12 @@ class BlockMaximaKernel:
         column = first + lane * 4
         source = scores + Int64(column) * 4
         words = [
-            ptx.load_global_128_cached_where(column + (128 * i + 4) <= length, source + 512 * i)
-            for i in range(self.vectors)
+            ptx.load_global_128_cached_where(column + (128 * i + 4) <= length, source + 512 * i) for i in range(VECTORS)
         ]
         found = [self.largest(four) for four in words]
-        if first + self.piece > length:
+        if first + PIECE > length:
             # the vector that the row's end cuts: what is missing counts as NaN
-            for i in range_constexpr(self.vectors):
+            for i in range_constexpr(VECTORS):
                 cut = []
                 for j in range_constexpr(4):
                     at = column + (128 * i + j)
@@ -145,7 +146,7 @@ class BlockMaximaKernel:
                     cut.append(ptx.load_global_s32_where(is_cut, source + (512 * i + 4 * j)))
                 found[i] = ptx.max_f32(found[i], self.largest(cut))
         is_odd = lane & 1 == 1
-        for i in range_constexpr(0, self.vectors, 2):
+        for i in range_constexpr(0, VECTORS, 2):
             own = found[i + 1] if is_odd else found[i]
             sent = found[i] if is_odd else found[i + 1]
             best = ptx.max_f32(own, cute.arch.shuffle_sync_bfly(sent, 1))
@@ -161,12 +162,9 @@ class BlockMaximaKernel:
 
 @dataclass(frozen=True)
 class BlockMaximaKey(KernelKey):
-    """What distinguishes one compiled kernel from another: vectors of four columns that a lane has at once, of a
-    piece of 128 times as many columns."""
+    """There is one kernel of an architecture."""
 
     kernel_name: ClassVar[str] = "indexer.block_maxima"
-    tuning: ClassVar[tuple[str, ...]] = ("vectors",)
-    vectors: int = VECTORS
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -207,9 +205,8 @@ def why_not(call: SelectBlocksCall) -> str:
             f"rows of logits must be 16-byte aligned, got address {logits.data_ptr():#x} and strides "
             f"{tuple(logits.stride())}"
         )
-    piece = 128 * VECTORS
-    if logits.shape[0] * (logits.shape[1] // piece + 1) >= 2**31:
-        return f"there must be fewer than 2^31 pieces of {piece} scores, got logits of shape {list(logits.shape)}"
+    if logits.shape[0] * (logits.shape[1] // PIECE + 1) >= 2**31:
+        return f"there must be fewer than 2^31 pieces of {PIECE} scores, got logits of shape {list(logits.shape)}"
     maxima = maxima_of(call)
     return topk_select.why_not(maxima[:, : maxima.shape[1] - LENGTH_COLUMNS], logits.shape[0], call.out.shape[1])
 

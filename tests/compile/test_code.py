@@ -341,7 +341,7 @@ def latents() -> Iterator[Row]:
 def maxima_of_blocks() -> Iterator[Row]:
     for arch in MOVING:
         key = block_maxima.BlockMaximaKey(arch)
-        ptx = {r"shfl\.sync\.bfly": key.vectors // 2} | waits(arch)
+        ptx = {r"shfl\.sync\.bfly": block_maxima.VECTORS // 2} | waits(arch)
         yield Row(key, 40, ptx, smem=0, absent=DIVISIONS, threads=128)
 
 

@@ -64,7 +64,7 @@ class CandidateLogitsKernel:
     which a row is not scored; address and row stride of the scores; CTAs; stream)."""
 
     def __init__(self, key: CandidateLogitsKey) -> None:
-        self.config, self.looks_ahead = key.config, key.looks_ahead
+        self.config = key.config
         self.name = f"candidate_logits_h{key.heads}"
 
     @cute.jit
@@ -184,7 +184,7 @@ class CandidateLogitsKernel:
                     query_copy, query_source, q, query_tiles.outer, config.heads, config.row_bytes
                 )
                 context = scheduler, groups, windows, cache, smem, bars, (weights, weights_stride)
-                producer = Producer(config, True, *context, key_part, query_part, looks_ahead=self.looks_ahead)
+                producer = Producer(config, True, *context, key_part, query_part, looks_ahead=True)
                 producer.run(role)
             elif warp == count_warp:
                 count_keys(groups, windows, out, out_stride)
@@ -203,7 +203,6 @@ class CandidateLogitsKey(KernelKey):
 
     kernel_name: ClassVar[str] = "indexer.hopper.logits_candidates"
     heads: int = 32
-    looks_ahead: bool = True
 
     @property
     def config(self) -> LogitsConfig:
