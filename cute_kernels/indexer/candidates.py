@@ -45,9 +45,18 @@ def why_not(call: CandidatesDecodeCall) -> str:
         return f"candidates must have more than k = {k} keys, got {blocks} blocks"
     if call.max_model_len > 2**31 - 256:
         return f"there must be at most 2^31 - 256 keys, got {call.max_model_len}"
-    scores = scores_of(call, *next(iter(bounds_of(call)), (0, 0)))  # no chunk has more than the first
-    why = launch.why_not(call.q, call.kv_cache, "kv_cache", scores)
-    return why or topk_select.why_not(scores, scores.shape[0], k)
+    for first, last in chunks_of(call)[:1]:
+        scores = scores_of(call, first, last)
+        why = launch.why_not(call.q, call.kv_cache, "kv_cache", scores)
+        return why or topk_select.why_not(scores, scores.shape[0], k)
+    return ""
+
+
+def chunks_of(call: CandidatesDecodeCall) -> tuple[tuple[int, int], ...]:
+    """(first, last) request of each chunk whose scores fit into the workspace."""
+    requests, next_n = call.q.shape[:2]
+    size = call.workspace.numel() * call.workspace.element_size()
+    return chunks.bounds(requests, chunks.candidate_columns(call.candidates.shape[1]), next_n, size)
 
 
 def scores_of(call: CandidatesDecodeCall, first: int, last: int) -> torch.Tensor:
@@ -58,17 +67,10 @@ def scores_of(call: CandidatesDecodeCall, first: int, last: int) -> torch.Tensor
     return call.workspace.view(call.weights.dtype).as_strided((rows, columns), (step, 1))
 
 
-def bounds_of(call: CandidatesDecodeCall) -> tuple[tuple[int, int], ...]:
-    """First and last request, exclusive, of each chunk whose scores fit into the workspace."""
-    requests, next_n = call.q.shape[:2]
-    columns = chunks.candidate_columns(call.candidates.shape[1])
-    return chunks.bounds(requests, columns, next_n, call.workspace.numel() * call.workspace.element_size())
-
-
 def run(call: CandidatesDecodeCall) -> None:
     """Run the kernels on the current stream of out's device."""
     next_n = call.q.shape[1]
-    for first, last in bounds_of(call):
+    for first, last in chunks_of(call):
         own, rows = slice(first, last), slice(first * next_n, last * next_n)
         cut = {name: getattr(call, name)[own] for name in ("q", "context_lens", "block_tables")}
         cut |= {name: getattr(call, name)[rows] for name in ("weights", "candidates", "out")}
