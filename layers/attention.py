@@ -25,7 +25,7 @@ from .caches import INDEX_CACHES, KV_CACHES, SWA_BLOCK_SIZE, LayerCaches
 from .compressor import DeepseekCompressor
 from .config import DeepseekV4Config
 from .indexer import DeepseekV4Indexer
-from .linear import Linear, bf16_product
+from .linear import MOST_OWN_ROWS, Linear, bf16_product
 from .metadata import DeepseekV4Metadata
 from .mla import DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention, Workspace
 from .output import OutputProjection
@@ -49,6 +49,11 @@ fewer decode rows, by swapped operands, stores no sums of squares."""
 
 HEAD_BLOCKS = 4
 """Sums of squares of a head."""
+
+MOST_LATE_INDEXER_ROWS = 32
+"""Up to so many rows, and beyond those of our own bf16 GEMM, the hidden states' other product runs beside that of the
+queries where there is an indexer; without one only beyond. Else its CTAs take whole multiprocessors for so long that
+the queries' product loses more than is hidden (perf/log/layer.md)."""
 
 ONE_LAUNCH_MAX_TOKENS = 512
 """Up to this many rows the kernels between the GEMMs and the scores, or attention, of a layer with a compressor are one
@@ -133,16 +138,25 @@ def graph_streams(device: torch.device) -> Sequence[torch.cuda.Stream]:
     return (_graph_streams.of[index],)
 
 
-def run_on_streams(
-    tasks: Sequence[Callable[[], torch.Tensor]], streams: Sequence[torch.cuda.Stream], device: torch.device
-) -> list[torch.Tensor]:
-    """Run independent tasks, the first on the current stream and the others on `streams` if there are any."""
+def start_on_streams(
+    tasks: Sequence[Callable[[], torch.Tensor]],
+    streams: Sequence[torch.cuda.Stream],
+    device: torch.device,
+    is_first_ahead: bool = False,
+) -> tuple[list[torch.Tensor], Callable[[], None]]:
+    """Run independent tasks, the first on the current stream and the others on `streams` if there are any: (results,
+    what makes the current stream wait for the others).
+
+    is_first_ahead   the first task is launched before the others
+    """
     if not streams or device.type != "cuda":
-        return [task() for task in tasks]
+        return [task() for task in tasks], lambda: None
     current = torch.cuda.current_stream(device)
     ready = current.record_event()
     results: dict[int, torch.Tensor] = {}
     done = []
+    if is_first_ahead:
+        results[0] = tasks[0]()
     for number, task in enumerate(tasks[1:]):
         stream = streams[number % len(streams)]
         stream.wait_event(ready)
@@ -152,10 +166,23 @@ def run_on_streams(
             if stream not in _graph_streams.of.values():
                 results[number + 1].record_stream(current)
         done.append(stream.record_event())
-    results[0] = tasks[0]()
-    for event in done:
-        current.wait_event(event)
-    return [results[number] for number in range(len(tasks))]
+    if not is_first_ahead:
+        results[0] = tasks[0]()
+
+    def join() -> None:
+        for event in done:
+            current.wait_event(event)
+
+    return [results[number] for number in range(len(tasks))], join
+
+
+def run_on_streams(
+    tasks: Sequence[Callable[[], torch.Tensor]], streams: Sequence[torch.cuda.Stream], device: torch.device
+) -> list[torch.Tensor]:
+    """The same, all waited for."""
+    results, join = start_on_streams(tasks, streams, device)
+    join()
+    return results
 
 
 _OWN_OPTIONS = frozenset(("aux_streams", "tp", "workspace", "topk_indices_buffer"))
@@ -316,34 +343,44 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             return graph_streams(device) if rows <= ONE_LAUNCH_MAX_TOKENS else ()
         return streams
 
+    def _joins_late(self, rows: int) -> bool:
+        """Whether the other products of the hidden states may take until that of the queries has ended, and are
+        launched behind the first one."""
+        return rows > MOST_OWN_ROWS or (self.indexer is not None and rows <= MOST_LATE_INDEXER_ROWS)
+
     def attn_gemm_parallel_execute(
         self, hidden_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """(qr_kv, kv_score, indexer weights, indexer kv_score): the GEMMs that read the hidden states."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, Callable[[], None]]:
+        """(qr_kv, kv_score, indexer weights, indexer kv_score, what to call before any of them but the first is used):
+        the GEMMs that read the hidden states."""
         device = hidden_states.device
         streams = self._streams(hidden_states.shape[0], device)
+
+        def run(tasks: Sequence[Callable[[], torch.Tensor]]) -> tuple[list[torch.Tensor], Callable[[], None]]:
+            if self._joins_late(hidden_states.shape[0]):
+                return start_on_streams(tasks, streams, device, is_first_ahead=True)
+            return run_on_streams(tasks, streams, device), lambda: None
+
         if self._hidden_weights is not None and device.type == "cuda":
             stack, options = self._hidden_weights, self.options
             gemm: dict[str, Any] = {"batch_invariant": options.batch_invariant, "use_pdl": options.use_pdl}
-            qr_kv, scores = run_on_streams(
+            (qr_kv, scores), join = run(
                 [
                     lambda: self.fused_wqa_wkv(hidden_states),
                     lambda: bf16_product(hidden_states, stack.weight, torch.float32, label="hidden", **gemm),
-                ],
-                streams,
-                device,
+                ]
             )
             kv_score, index_kv_score, index_weights = scores.split(stack.splits, dim=1)
-            return qr_kv, kv_score, index_weights, index_kv_score
+            return qr_kv, kv_score, index_weights, index_kv_score, join
         modules: list[nn.Module] = [self.fused_wqa_wkv]
         if self.compressor is not None:
             modules.append(self.compressor.fused_wkv_wgate)
         if self.indexer is not None:
             modules += [self.indexer.weights_proj, self.indexer.compressor.fused_wkv_wgate]
         tasks = [lambda module=module: module(hidden_states) for module in modules]
-        results: list[torch.Tensor | None] = [*run_on_streams(tasks, streams, device)]
-        results += [None] * (4 - len(results))
-        return results[0], results[1], results[2], results[3]  # type: ignore[return-value]
+        (first, *others), join = run(tasks)
+        rest: list[torch.Tensor | None] = [*others, None, None, None]
+        return first, rest[0], rest[1], rest[2], join
 
     def forward(
         self,
@@ -568,7 +605,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         result: torch.Tensor,
     ) -> None:
         """This rank's partial sum, into `result`."""
-        qr_kv, kv_score, index_weights, index_kv_score = self.attn_gemm_parallel_execute(hidden_states)
+        qr_kv, kv_score, index_weights, index_kv_score, join = self.attn_gemm_parallel_execute(hidden_states)
         slots = capture is None and self.mla_attn.takes_slots
         device, table = hidden_states.device, self.rotary_emb.cos_sin_cache
         as_codes = capture is None and self.o_proj.takes_codes and m.num_tokens and self.mla_attn.quantizes(device, m)
@@ -576,7 +613,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         if as_codes and self._has_squares(device, m):
             squares = torch.empty(m.num_tokens, self.num_heads * HEAD_BLOCKS, device=device)
         q, topk, kv = self.attention_front(
-            qr_kv, kv_score, index_weights, index_kv_score, m, caches, capture, slots, squares
+            qr_kv, kv_score, index_weights, index_kv_score, join, m, caches, capture, slots, squares
         )
         if as_codes:
             codes, memory = self.o_proj.allocate_codes(m.num_tokens, q.device)
@@ -751,6 +788,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         kv_score: torch.Tensor | None,
         index_weights: torch.Tensor | None,
         index_kv_score: torch.Tensor | None,
+        join: Callable[[], None],
         m: DeepseekV4Metadata,
         caches: LayerCaches,
         capture: dict[str, torch.Tensor] | None = None,
@@ -759,6 +797,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """From the first GEMMs' results to all caches written: (query [T, heads, 512], top-k or None, kv [T, 512]).
 
+        join      called before anything but qr_kv is read of them
         slots     decode rows of top-k are slots of the compressed cache instead of request-local entries
         squares   fp32 [T, heads * 4], receives the sums of the query's squares: it stays as its projection made it, and
                   attention norms and rotates it
@@ -766,6 +805,8 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         table = self.rotary_emb.cos_sin_cache
         qr, kv = qr_kv.split([self.config.q_lora_rank, self.config.head_dim], dim=-1)
         q, index_q, kv = self._queries(qr, kv, squares)
+        # products beside those of the queries may take until here
+        join()
         # the kernels that would finish queries which attention finishes get no heads
         unfinished = q if squares is None else q[:, :0]
 

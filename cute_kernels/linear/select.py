@@ -93,11 +93,13 @@ def swap_ab_whole_keys(output: str) -> list[SwapAbKey]:
 
 
 class Tile(NamedTuple):
-    """A kernel for many rows, and the microseconds that its work tile takes while all multiprocessors have one."""
+    """A kernel for many rows, and the microseconds that its work tile takes while all multiprocessors have one, and
+    that a call takes besides."""
 
     key: GemmKey
     chunk_us: float
     tile_us: float
+    call_us: float = 0.0
 
 
 TILES: tuple[Tile, ...] = (
@@ -106,10 +108,10 @@ TILES: tuple[Tile, ...] = (
     Tile(GemmKey(HOPPER, rows=64, warpgroups=1, stages=8, depth=2), 0.344, 0.5),
     Tile(GemmKey(HOPPER, rows=128, columns=64, stages=8, depth=2), 0.328, 0.5),
     Tile(GemmKey(HOPPER, rows=128, stages=5, depth=2, staged=True), 0.445, 0.3),
-    Tile(GemmKey(HOPPER, rows=192, warpgroups=3, stages=4, staged=True), 0.605, 0.5),
-    Tile(GemmKey(HOPPER, rows=256, stages=3, staged=True, lag=1), 0.817, 1.5),
+    Tile(GemmKey(HOPPER, rows=192, warpgroups=3, stages=4, staged=True), 0.625, 0.5),
+    Tile(GemmKey(HOPPER, rows=256, stages=3, staged=True, lag=1), 0.845, 0.7, 2.0),
 )
-"""Fitted to times on an H200."""
+"""Fitted to times on an H200 (the last two: perf/log/data/gemm_tiles_1.txt)."""
 
 GROUPED_TILES: tuple[Tile, ...] = (
     *TILES[:-2],
@@ -184,7 +186,8 @@ def _soonest(
             or chunks < splits * LEAST_SPLIT_CHUNKS
         ):
             return math.inf
-        return -(-work_tiles * splits // multiprocessors) * (-(-chunks // splits) * tile.chunk_us + tile.tile_us)
+        rounds = -(-work_tiles * splits // multiprocessors)
+        return rounds * (-(-chunks // splits) * tile.chunk_us + tile.tile_us) + tile.call_us
 
     key = min(tiles, key=microseconds).key
     work_tiles = count_work_tiles(key, rows, groups, outputs)
