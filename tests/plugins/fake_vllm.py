@@ -19,7 +19,7 @@ from tests.plugins import seams
 HEADS, TOKENS, DECODES, TOP_K = 2, 150, 3, 16
 SWA_ROWS, PAGE_TOKENS = 64, 256
 PREFIX = "model.layers.3.attn"
-MAX_TOKENS, MAX_LEN = 256, 512
+MAX_TOKENS, MAX_LEN = 512, 512
 
 
 class Step:
@@ -141,7 +141,7 @@ class Attention(nn.Module):
         self.n_local_groups, self.q_lora_rank, self.o_lora_rank, self.head_dim = 1, 256, 128, formats.HEAD_DIM
         self.eps, self.scale, self.window_size, self.max_image_tokens = 1e-6, formats.HEAD_DIM**-0.5, 128, 0
         self.compress_ratio, self.max_num_batched_tokens, self.max_model_len = ratio, MAX_TOKENS, MAX_LEN
-        self.attn_sink = nn.Parameter(draw(g, self.padded_heads), requires_grad=False)
+        self.attn_sink = nn.Parameter(5 + draw(g, self.padded_heads), requires_grad=False)
         for name, width in (("q_norm", self.q_lora_rank), ("kv_norm", self.head_dim)):
             weight = draw(g, width).bfloat16()
             setattr(self, name, SimpleNamespace(weight=SimpleNamespace(data=weight)))
@@ -299,3 +299,25 @@ def metadata(layer: Any, decodes: bool) -> dict[str, Any]:
         prefill=None if decodes else only(indexer_file, "DeepseekV32IndexerPrefillMetadata", chunks=[chunk]),
     )
     return found
+
+
+def mixed(layer: Any) -> dict[str, Any]:
+    """Attention's metadata of a step with three requests that are the same one: a decode, and two prefills that are
+    gathered one after the other."""
+    one, other = metadata(layer, decodes=True), metadata(layer, decodes=False)
+    swa, prefill = one[layer.swa_cache_layer.prefix], other[layer.swa_cache_layer.prefix]
+    counts = torch.tensor([DECODES, TOKENS, TOKENS], device="cpu")
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), counts.cumsum(0)]).int()
+    swa.query_start_loc, swa.query_start_loc_cpu = starts.to(torch.get_default_device()), starts
+    swa.num_prefills, swa.num_prefill_tokens = 2, 2 * TOKENS
+    swa.block_table = torch.cat([torch.full_like(swa.block_table, -1), *[swa.block_table] * 2])  # decode names slots
+    for name in ("prefill_seq_lens", "prefill_seq_lens_cpu", "prefill_gather_lens"):
+        setattr(swa, name, getattr(prefill, name).repeat(2))
+    (plan,) = prefill.get_prefill_chunk_plan(layer.compress_ratio, 4)
+    swa.get_prefill_chunk_plan = lambda compress_ratio, prefill_chunk_size: [plan, (1, 2, *plan[2:])]
+    if layer.compress_ratio > 1:
+        own, of_prefill = one[layer.prefix], other[layer.prefix]
+        own.block_table = own.block_table.expand(3, -1)
+        if layer.compress_ratio == 128:
+            own.c128a_prefill_topk_indices = of_prefill.c128a_prefill_topk_indices.repeat(2, 1)
+    return one

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels import compress_norm_rope_store, save_partial_states
+from cute_kernels import compress_norm_rope_store, fused_indexer_q_rope_quant, save_partial_states
 from cute_kernels.plugins import PARTS, Plugin
 from cute_kernels.plugins import vllm as plugin
 from tests.helpers import bits, generator
 from tests.plugins import fake_vllm, seams
-from tests.plugins.fake_vllm import DECODES, HEADS, PREFIX, TOKENS, TOP_K, Step, draw, metadata
+from tests.plugins.fake_vllm import DECODES, HEADS, PREFIX, TOKENS, TOP_K, Step, draw, metadata, mixed
 
 ALL = frozenset(PARTS)
 RATIOS = [1, 4, 128]
@@ -105,13 +105,26 @@ def test_both_forms_of_prefill_and_decode_agree(ratio: int, step: type[Step], mo
     torch.testing.assert_close(gathered, paged, atol=0.01, rtol=0.02)
 
     last = slice(TOKENS - DECODES, TOKENS)
+    first_picks = layer.topk_indices_buffer[:DECODES].clone()
     layer.topk_indices_buffer[:DECODES] = layer.topk_indices_buffer[last].clone()
     step.metadata = metadata(layer, decodes=True)
     decoded = torch.full((DECODES, HEADS, 512), torch.nan, dtype=torch.bfloat16)
     layer.forward_mqa(q[last], None, positions[last], decoded)
     torch.testing.assert_close(decoded, paged[last], atol=0.01, rtol=0.02)
 
+    step.metadata = mixed(layer)
+    picks = layer.topk_indices_buffer[:TOKENS].clone()
+    picks[:DECODES] = first_picks
+    layer.topk_indices_buffer[DECODES : DECODES + 2 * TOKENS] = picks.repeat(2, 1)
+    both = torch.full((DECODES + 2 * TOKENS, HEADS, 512), torch.nan, dtype=torch.bfloat16)
+    layer.forward_mqa(torch.cat([q[last], q, q]), None, positions[last].new_zeros(both.shape[0]), both)
+    torch.testing.assert_close(both, torch.cat([decoded, paged, paged]), atol=0.01, rtol=0.02)
+    monkeypatch.setattr(plugin.Prefill, "_reads_pages", lambda self, q, swa_metadata: False)
+    layer.forward_mqa(torch.cat([q[last], q, q]), None, positions[last].new_zeros(both.shape[0]), both)
+    torch.testing.assert_close(both, torch.cat([decoded, gathered, gathered]), atol=0.01, rtol=0.02)
+
     if q.is_cuda:
+        step.metadata = metadata(layer, decodes=True)
         graph, again = torch.cuda.CUDAGraph(), torch.full_like(decoded, torch.nan)
         with torch.cuda.graph(graph):
             layer.forward_mqa(q[last], None, positions[last], again)
@@ -170,7 +183,13 @@ def test_the_indexers_prefill_and_decode_agree(step: type[Step]) -> None:
     step.metadata = metadata(layer, decodes=False)
     indexer.compressor(draw(g, TOKENS, 512), positions, layer.rotary_emb)
     raw = draw(g, TOKENS, 64, 128).bfloat16()
-    q, weights = indexer._q_rope_quant(positions, raw, layer.rotary_emb, draw(g, TOKENS, 64).bfloat16())
+    given_weights = draw(g, TOKENS, 64).bfloat16()
+    q, weights = indexer._q_rope_quant(positions, raw, layer.rotary_emb, given_weights)
+    expected = fused_indexer_q_rope_quant(
+        positions, raw, layer.rotary_emb.cos_sin_cache, given_weights, 128**-0.5, 64**-0.5
+    )
+    assert torch.equal(bits(q), bits(expected[0]))
+    assert torch.equal(weights, expected[1])
     buffer = layer.topk_indices_buffer
     assert indexer.indexer_op.forward_cuda(raw, q, None, weights) is buffer
     picks = buffer[:TOKENS].clone()
@@ -257,6 +276,9 @@ def test_what_is_not_served_is_the_engines(step: type[Step], caplog: pytest.LogC
         setattr(owner, field, value)
         assert op.forward_cuda(q, q, None, None) == "the engine's indexer", field
         setattr(owner, field, before)
+    cache = layer.swa_cache_layer
+    cache.kv_cache = cache.kv_cache.bfloat16()
+    assert layer._fused_qnorm_rope_kv_insert(None, None, None, step.metadata) == "the engine's insert"
     indexer.use_fp4_kv = True
     assert indexer._q_rope_quant(None, None, None, None) == "the engine's queries"
     indexer.compressor.use_fp4_cache = True
