@@ -11,6 +11,7 @@ import torch
 from cute_kernels.formats import FORMATS, INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4
 from cute_kernels.indexer.ops import score_top_k_workspace_size, select_candidate_blocks_workspace_size
 from perf.bench import Arguments, Bench, Case
+from perf.grid import draw, mark
 from perf.topk import same_picks
 
 BLOCKS, HEADS, PICKS, PAGE_ROWS = 2048, 32, 512, 64
@@ -79,28 +80,39 @@ def _nearly_same_picks(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]
     return same_picks(got[:1], want[:1])
 
 
+def _selection_case(rows: int, keys: int) -> Case:
+    return Case(f"b{rows} ctx{keys}", rows, partial(_selection, rows, keys), {"keys": keys})
+
+
+def _decode_case(requests: int, next_n: int, keys: int, kv_format: str) -> Case:
+    return Case(
+        f"b{requests} ctx{keys}" + f" next_n={next_n}" * (next_n > 1) + " mxfp4" * (kv_format != INDEXER_FP8.id),
+        requests,
+        partial(_decode, requests, next_n, keys, kv_format),
+        {"next_n": next_n, "keys": keys, "heads": HEADS, "k": PICKS},
+        products="e4m3",
+    )
+
+
 SELECT = Bench(
     op="select_candidate_blocks",
-    cases=tuple(
-        Case(f"b{rows} ctx{keys}", rows, partial(_selection, rows, keys), {"keys": keys}) for rows, keys in SELECTIONS
-    ),
+    cases=tuple(_selection_case(*shape) for shape in SELECTIONS),
     quick=(64,),
     same=_same_but_workspace,
+    between=mark(
+        _selection_case(point["rows"], point["keys"])
+        for point in draw("select_candidate_blocks", 2, rows=(16, 64), keys=(131072, 1 << 20, 8))
+    ),
 )
 SCORE = Bench(
     op="score_candidates_decode",
-    cases=tuple(
-        Case(
-            f"b{requests} ctx{keys}" + f" next_n={next_n}" * (next_n > 1) + " mxfp4" * (kv_format != INDEXER_FP8.id),
-            requests,
-            partial(_decode, requests, next_n, keys, kv_format),
-            {"next_n": next_n, "keys": keys, "heads": HEADS, "k": PICKS},
-            products="e4m3",
-        )
-        for requests, next_n, keys, kv_format in DECODES
-    ),
+    cases=tuple(_decode_case(*shape) for shape in DECODES),
     quick=(64,),
     same=_nearly_same_picks,
+    between=mark(
+        _decode_case(point["requests"], 1, point["keys"], INDEXER_FP8.id)
+        for point in draw("score_candidates_decode", 2, requests=(1, 64), keys=(131072, 1 << 20, PAGE_ROWS))
+    ),
 )
 SWEEPS = {bench.op: bench.sweep for bench in (SELECT, SCORE)}
 QUICK = {bench.op: bench.quick for bench in (SELECT, SCORE)}

@@ -13,8 +13,10 @@ import torch
 from cute_kernels import formats
 from cute_kernels.compressor import ops as _registered  # noqa: F401
 from perf.bench import Arguments, Bench, Case
+from perf.grid import draw_rows, mark
 
 ROWS = (64, 1024, 8192)
+BETWEEN_ROWS = draw_rows("latents", ROWS)
 EPS, RING, POSITIONS, PAGE_ROWS = 1e-20, 8, 1 << 16, 32
 
 
@@ -77,31 +79,36 @@ def _nearly_same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> b
     return all(float(d.float().mean()) < 3e-3 for d in differing)
 
 
+def _latent_cases(rows: Sequence[int]) -> tuple[Case, ...]:
+    return tuple(Case(f"ratio {m} T={n}", n, partial(_latent, m, n), {"ratio": m}) for m in (1, 2) for n in rows)
+
+
+def _entry_cases(rows: Sequence[int]) -> tuple[Case, ...]:
+    return tuple(Case(f"T={n}", n, partial(_stored, formats.FP8_DS_MLA, n)) for n in rows)
+
+
+def _key_cases(rows: Sequence[int]) -> tuple[Case, ...]:
+    kinds = (formats.INDEXER_FP8, formats.INDEXER_MXFP4)
+    return tuple(Case(f"{fmt.id} T={n}", n, partial(_stored, fmt, n)) for fmt in kinds for n in rows)
+
+
 LATENT = Bench(
     op="compress_latent",
-    cases=tuple(
-        Case(f"ratio {ratio} T={rows}", rows, partial(_latent, ratio, rows), {"ratio": ratio})
-        for ratio in (1, 2)
-        for rows in ROWS
-    ),
+    cases=_latent_cases(ROWS),
     quick=(64, 8192),
     inputs=("state_cache",),
     same=_near,
+    between=mark(_latent_cases(BETWEEN_ROWS)),
 )
 ENTRY = Bench(
-    op="rope_quant_insert",
-    cases=tuple(Case(f"T={rows}", rows, partial(_stored, formats.FP8_DS_MLA, rows)) for rows in ROWS),
-    quick=(64, 8192),
+    op="rope_quant_insert", cases=_entry_cases(ROWS), quick=(64, 8192), between=mark(_entry_cases(BETWEEN_ROWS))
 )
 KEY = Bench(
     op="k_norm_rope_store",
-    cases=tuple(
-        Case(f"{fmt.id} T={rows}", rows, partial(_stored, fmt, rows))
-        for fmt in (formats.INDEXER_FP8, formats.INDEXER_MXFP4)
-        for rows in ROWS
-    ),
+    cases=_key_cases(ROWS),
     quick=(64, 8192),
     same=_nearly_same,
+    between=mark(_key_cases(BETWEEN_ROWS)),
 )
 BENCHES = (LATENT, ENTRY, KEY)
 SWEEPS = {bench.op: bench.sweep for bench in BENCHES}

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 
 PACKAGES = {
+    "cublas": ("torch",),
     "deepgemm": ("vllm",),
     "deepgemm-flattened": ("vllm",),
     "deepgemm-pdl": ("vllm",),
