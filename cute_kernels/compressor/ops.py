@@ -20,6 +20,7 @@ from cute_kernels.compressor.call import (
     SaveCall,
     SlotsCall,
 )
+from cute_kernels.paging import of_request
 from cute_kernels.runtime import checks
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
@@ -722,9 +723,26 @@ def _validate_latent(call: LatentCall) -> None:
     assert call.slot_mapping is not None
     assert call.state_cache is not None
     checks.ascending(op, "query_start_loc", call.query_start_loc)
+    _validate_owners(op, call)
     kept = reference.kept_rows(call)
     written = call.slot_mapping.where(kept, torch.full_like(call.slot_mapping, -1))
     checks.distinct_slots(op, "slot_mapping", written, call.state_cache.shape[0] * call.state_cache.shape[1])
+
+
+def _validate_owners(op: str, call: LatentCall) -> None:
+    """Rows that take part must lie between the starts of their requests."""
+    assert call.query_start_loc is not None
+    assert call.token_to_req_indices is not None
+    acts, _, _ = reference.partners(call)
+    requests, row = call.token_to_req_indices[: acts.shape[0]], torch.arange(acts.shape[0], device=acts.device)
+    first, end = (of_request(starts, requests) for starts in (call.query_start_loc[:-1], call.query_start_loc[1:]))
+    wrong = (acts & ((row < first) | (row >= end))).nonzero()
+    if wrong.shape[0]:
+        at = int(wrong[0])
+        whose = f"a request whose rows include row {at}"
+        Checker(op).fail(
+            f"token_to_req_indices[{at}]", whose, f"{int(requests[at])}, rows {int(first[at])} to {int(end[at]) - 1}"
+        )
 
 
 def _latent_kernel() -> OpKernel[LatentCall]:

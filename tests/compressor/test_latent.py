@@ -9,6 +9,7 @@ import torch
 
 from cute_kernels import formats
 from cute_kernels.compressor.ops import compress_latent, k_norm_rope_store, rope_quant_insert
+from cute_kernels.runtime.ops import OPS
 from tests import oracle
 from tests.helpers import POISON_BYTE, bits, generator, poisoned_pool, raw_bytes, spread
 
@@ -185,3 +186,15 @@ def test_results_do_not_depend_on_the_batch() -> None:
     second = run(x[11:], alone, [0, 9], positions[11:], block=1)
     assert torch.equal(bits(both), bits(torch.cat([first, second])))
     assert torch.equal(together, alone)
+
+
+def test_checked_mode_refuses_a_row_of_another_request() -> None:
+    validate = OPS["compress_latent"].validate
+    assert validate is not None
+    rows = torch.randn(4, 1024, generator=generator(3)), torch.tensor([0, 1, 0, 1])
+    ring = torch.tensor([0, 2, 4]).int(), torch.zeros(3, RING, 1024), torch.tensor([8, 9, 16, 17])
+    rest = weight_of(512), EPS, 2, torch.empty(4, 512, dtype=torch.bfloat16), False
+    validate(*rows, torch.tensor([0, 0, 1, 1]).int(), *ring, *rest)
+    message = r"token_to_req_indices\[1\]: expected a request whose rows include row 1, got 1, rows 2 to 3"
+    with pytest.raises(ValueError, match=message):
+        validate(*rows, torch.tensor([0, 1, 1, 1]).int(), *ring, *rest)
