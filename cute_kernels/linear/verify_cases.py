@@ -69,7 +69,7 @@ _MANY_ROWS = (
 )
 """The cheapest calls for each of Hopper's kernels of many rows."""
 
-_MANY_SQUARES = ((1, 1, 128, 128), (1, 1, 128, 256), (1536, 1, 1536, 128), (4096, 1, 1024, 2048))
+_MANY_SQUARES = ((1, 1, 128, 128), (1, 1, 128, 256), (1536, 1, 1536, 128), (1160, 1, 5120, 4096))
 
 _BF16 = (
     (33, 1, 64, 128),
