@@ -409,9 +409,11 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         def body(hidden: torch.Tensor, result: torch.Tensor) -> None:
             self._forward(hidden, metadata, caches, capture, result)
 
-        with self.tp:
+        def step() -> torch.Tensor:
             self._rows_of_step(hidden_states, metadata, caches, out, body, binds=capture is None)
             return self.tp.sum(out)
+
+        return self.tp.together(step)
 
     def attend(
         self,
@@ -443,14 +445,13 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             q, topk, _ = self.attention_front(*products, metadata, caches, slots=slots)
             self.mla_attn(q, caches, metadata, topk, result, slots=slots)
 
-        with self.tp:
-            self._rows_of_step(hidden_states, metadata, caches, out, body, what=(out.shape, out.stride()))
+        what = out.shape, out.stride()
+        self.tp.together(lambda: self._rows_of_step(hidden_states, metadata, caches, out, body, what=what))
 
     def project(self, out: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The layer's output, bf16 [T, hidden], from that of `attend`."""
         table = self.rotary_emb.cos_sin_cache
-        with self.tp:
-            return self.tp.sum(self.o_proj(out[:, : self.num_heads], positions, table))
+        return self.tp.together(lambda: self.tp.sum(self.o_proj(out[:, : self.num_heads], positions, table)))
 
     def _check_rows(self, hidden_states: torch.Tensor) -> Checker:
         check = Checker("attention layer")

@@ -7,12 +7,14 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from .communicator import Communicator, GroupCommunicator
+
+T = TypeVar("T")
 
 INDEXER_FORMS = ("replicated", "rows", "auto")
 
@@ -101,13 +103,15 @@ class TensorParallel:
         """Whether ranks exchange anything through the group."""
         return self.size > 1 and (self.reduce is None or self.indexer != "replicated" or self.group is not None)
 
-    def __enter__(self) -> None:
-        """A part of a step that has collectives. After an exception the other ranks are not left waiting for this one:
-        the group is aborted."""
-
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is not None and self.has_collectives:
+    def together(self, step: Callable[[], T]) -> T:
+        """step(), which may have collectives: if it raises, the group is aborted, and no rank waits for this one."""
+        if not self.has_collectives:
+            return step()
+        try:
+            return step()
+        except BaseException:
             self.communicator.abort()
+            raise
 
 
 def verify_ranks(communicator: Communicator, what: str, facts: Mapping[str, str]) -> None:

@@ -22,7 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--thorough",
         action="store_true",
         help="tests/model: every bug in the order of Hopper's decode, not every third; tests/runtime/test_verify.py: "
-        "the reference of every example, not of one large one of each op",
+        "the reference of every example, not of one large one of each op; tests/layers/test_ranks.py: every format of "
+        "caches on two and four ranks",
     )
 
 

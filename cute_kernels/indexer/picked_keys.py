@@ -37,6 +37,10 @@ class PickedKeysKey(KernelKey):
 
     kernel_name: ClassVar[str] = "indexer.picked_keys"
 
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        return ("griddepcontrol",) if arch_number(self.arch) >= ptx.DEPENDENT_LAUNCH_ARCH else ()
+
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         def matrix(dtype: Any) -> Any:
             return make_fake_tensor(

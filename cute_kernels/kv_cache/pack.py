@@ -60,7 +60,8 @@ class PackKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return ("ld.global.128", "st.global.128") if self.unit == 16 else ()
+        wide = ("ld.global.128", "st.global.128") if self.unit == 16 else ()
+        return (*wide, "griddepcontrol") if arch_number(self.arch) >= ptx.DEPENDENT_LAUNCH_ARCH else wide
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         slots = make_fake_tensor(Int64, (cute.sym_int(),), stride=(1,), assumed_align=8)

@@ -18,7 +18,7 @@ from layers.score_rows import shards_rows
 from tests.layers.engine import CONFIG, KINDS, Engine, Request, hidden_rows, make_layer, relative, same_bytes
 from tests.layers.ranks import RankPool, exchange, parallel_layer, ragged_steps, run_threads
 
-WIDE = replace(CONFIG, o_groups=8)
+WIDE = replace(CONFIG, num_attention_heads=16, o_groups=8)
 PROCESSES = 3
 
 
@@ -75,18 +75,27 @@ def test_processes_give_what_one_gives(pool: RankPool) -> None:
     assert_as_one(results, ragged_steps(make_layer(4, **options), 3))
 
 
+SAMPLE = (2, 1, "fp8", "bf16"), (2, 128, "fp8", "fp8_ds_mla")
+"""What runs without --thorough, beside the processes of the test before."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ratio", KINDS)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("index_cache", ["fp8", "mxfp4"])
 @pytest.mark.parametrize("kv_cache", ["fp8_ds_mla", "bf16"])
-def test_every_kind_and_format(four: RankPool, size: int, ratio: int, index_cache: str, kv_cache: str) -> None:
+def test_every_kind_and_format(
+    request: pytest.FixtureRequest, size: int, ratio: int, index_cache: str, kv_cache: str, thorough: bool
+) -> None:
     if ratio != 4 and index_cache != "fp8":
         pytest.skip("has no indexer")
+    if not thorough and (size, ratio, index_cache, kv_cache) not in SAMPLE:
+        pytest.skip("needs --thorough")
+    ranks: RankPool = request.getfixturevalue("four" if thorough else "pool")
     options: dict[str, Any] = {"config": WIDE, "index_cache": index_cache, "kv_cache": kv_cache}
     whole = ragged_steps(make_layer(ratio, **options), 5)
     for form in ("replicated", "rows")[: 1 + (ratio == 4)]:
-        assert_as_one(four.run(size, parallel_layer, ratio, 5, {**options, "tp_indexer": form}), whole)
+        assert_as_one(ranks.run(size, parallel_layer, ratio, 5, {**options, "tp_indexer": form}), whole)
 
 
 def test_threads_with_fewer_requests_than_ranks() -> None:

@@ -78,7 +78,7 @@ def test_large_numbers_are_harmless(flag: str, run_arguments: list[str]) -> None
 def test_full_memory_is_one_line(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(_: object) -> int:
+    def fail(*_: object) -> int:
         raise error
 
     monkeypatch.setattr(run_layer, "run", fail)
@@ -87,7 +87,7 @@ def test_full_memory_is_one_line(
 
 @pytest.mark.parametrize("error", [RuntimeError("sizes do not match"), NotImplementedError("no kernel")])
 def test_defects_are_not_hidden(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: object) -> int:
+    def fail(*_: object) -> int:
         raise error
 
     monkeypatch.setattr(run_layer, "run", fail)
