@@ -27,7 +27,7 @@ ALL_GATHER: Line = ((4096, 8.5), (262144, 11), (2097152, 28), (16777216, 93), (6
 """Microseconds by bytes gathered, between two GPUs. More ranks were not measured."""
 
 PLACING_US, PLACING_BYTES_PER_US = 3.0, 1.5e6
-"""Of putting the gathered picks in the order of rows."""
+"""Of putting the gathered picks in the order of rows: estimated, not measured."""
 
 
 def shards_rows(arch: str, ranks: int, requests: int, prefill_rows: int, keys: int, k: int, next_n: int = 1) -> bool:
