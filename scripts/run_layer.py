@@ -40,6 +40,7 @@ if importlib.util.find_spec("torch") is None:
 import torch
 from layer_runner import explain, v41
 from layer_runner.dump import write_dump
+from layer_runner.kernels import compile_ahead, kernels_of, passes
 from layer_runner.picture import draw
 from layer_runner.ranks import Ranks, check_gpus, join, own_rank, start
 from layer_runner.report import (
@@ -420,6 +421,18 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     is_quiet = not sys.stderr.isatty() or (ranks is not None and not ranks.speaks)
     bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=is_quiet)
+    if on_gpu and ranks is None:
+        with_seed = {"chunk": args.chunk, "device": args.device, "seed": args.seed}
+        if isinstance(config, DeepseekV41Config):
+            blank = [make_v41_layer(args, config, index, requests) for index in indices]
+            keys = kernels_of([lambda: v41.run_stack(blank, requests, **with_seed)])
+            del blank
+        else:
+            of_layers = (make_layer(args, config, index, requests, one) for index in indices)
+            keys = kernels_of(run for layer in of_layers for run in passes(layer, requests, **with_seed))
+        said = compile_ahead(keys, bar)
+        if said is not None:
+            print(f"{said}\n", flush=True)
     steps = count_steps(requests, args.chunk, args.device, args.dump is not None)
     reports = []
     if stack:
