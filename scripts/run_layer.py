@@ -40,7 +40,7 @@ if importlib.util.find_spec("torch") is None:
 import torch
 from layer_runner import explain, v41
 from layer_runner.dump import write_dump
-from layer_runner.kernels import compile_ahead, kernels_of, passes
+from layer_runner.kernels import compile_ahead, kernels_of_layer, kernels_of_stack
 from layer_runner.picture import draw
 from layer_runner.ranks import Ranks, check_gpus, join, own_rank, start
 from layer_runner.report import (
@@ -82,6 +82,7 @@ from cute_kernels.layers.config import read_json
 from cute_kernels.layers.mla import PREFILL_FORMS
 from cute_kernels.layers.parallel import INDEXER_FORMS
 from cute_kernels.layers.v41_config import is_v41
+from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 
 MODELS: Mapping[str, DeepseekV4Config | DeepseekV41Config] = {**PRESETS, **V41_PRESETS}
@@ -322,6 +323,21 @@ def make_v41_layer(
     return build_v41_layer(config, index, tensors, options=options, device=args.device)
 
 
+def kernels_of_run(
+    args: argparse.Namespace,
+    config: DeepseekV4Config | DeepseekV41Config,
+    indices: Sequence[int],
+    requests: Sequence[Request],
+) -> list[KernelKey]:
+    """Keys of the kernels that layers of one process launch, each once; of layers that are made for that alone."""
+    run = {"chunk": args.chunk, "device": args.device, "seed": args.seed}
+    if isinstance(config, DeepseekV41Config):
+        return kernels_of_stack([make_v41_layer(args, config, index, requests) for index in indices], requests, **run)
+    one = TensorParallel()
+    found = [kernels_of_layer(make_layer(args, config, index, requests, one), requests, **run) for index in indices]
+    return list(dict.fromkeys(key for of_layer in found for key in of_layer))
+
+
 def introduce(
     args: argparse.Namespace,
     config: DeepseekV4Config | DeepseekV41Config,
@@ -422,15 +438,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     is_quiet = not sys.stderr.isatty() or (ranks is not None and not ranks.speaks)
     bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=is_quiet)
     if on_gpu and ranks is None:
-        with_seed = {"chunk": args.chunk, "device": args.device, "seed": args.seed}
-        if isinstance(config, DeepseekV41Config):
-            blank = [make_v41_layer(args, config, index, requests) for index in indices]
-            keys = kernels_of([lambda: v41.run_stack(blank, requests, **with_seed)])
-            del blank
-        else:
-            of_layers = (make_layer(args, config, index, requests, one) for index in indices)
-            keys = kernels_of(run for layer in of_layers for run in passes(layer, requests, **with_seed))
-        said = compile_ahead(keys, bar)
+        said = compile_ahead(kernels_of_run(args, config, indices, requests), bar)
         if said is not None:
             print(f"{said}\n", flush=True)
     steps = count_steps(requests, args.chunk, args.device, args.dump is not None)

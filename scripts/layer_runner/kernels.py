@@ -6,42 +6,58 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-import torch
 from rich.progress import Progress
 
-from cute_kernels.layers import DeepseekV4MetadataBuilder, DeepseekV4MultiHeadLatentAttentionWrapper
+from cute_kernels.layers import (
+    DeepseekV4MetadataBuilder,
+    DeepseekV4MultiHeadLatentAttentionWrapper,
+    DeepseekV41Attention,
+)
 from cute_kernels.runtime import cache
 from cute_kernels.runtime.compile import collect, jit_forbidden
 from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.precompile import precompile
+from layer_runner import v41
 from layer_runner.requests import Request
 from layer_runner.run import paged_pools, run_once
 from layer_runner.stepping import run_alone
 
 
-def kernels_of(runs: Iterable[Callable[[], object]]) -> list[KernelKey]:
-    """Keys of the kernels that `runs` launch, found by running all but these. What fails here fails, and says why, when
-    the run itself comes to it."""
-    with collect() as keys:
-        for run in runs:
-            with contextlib.suppress(Exception):
-                run()
-    torch.cuda.synchronize()
+def kernels_of_layer(
+    layer: DeepseekV4MultiHeadLatentAttentionWrapper, requests: Sequence[Request], chunk: int, device: str, seed: int
+) -> list[KernelKey]:
+    """Keys of the kernels that `run_layer` launches, found by running all but these. What fails here fails, and says
+    why, when the run itself comes to it. The layer keeps the launches of its steps: it is of no use afterwards."""
+    options = layer.options
+    builder = DeepseekV4MetadataBuilder(layer.config, options.max_num_tokens, options.max_model_len, device)
+    with collect() as keys, contextlib.suppress(Exception):
+        run_once(layer, requests, chunk, device, seed)
+        run_alone(layer, builder, requests, paged_pools(layer, [r.length for r in requests], device, seed))
     return list(keys)
 
 
-def passes(
-    layer: DeepseekV4MultiHeadLatentAttentionWrapper, requests: Sequence[Request], chunk: int, device: str, seed: int
-) -> Iterator[Callable[[], object]]:
-    """The ways in which `run_layer` brings the requests through a layer. It keeps the launches of its steps: a layer
-    that has run without kernels runs without them ever after."""
-    options = layer.options
-    builder = DeepseekV4MetadataBuilder(layer.config, options.max_num_tokens, options.max_model_len, device)
-    yield lambda: run_once(layer, requests, chunk, device, seed)
-    fresh = paged_pools(layer, [request.length for request in requests], device, seed)
-    yield lambda: run_alone(layer, builder, requests, fresh)
+def kernels_of_stack(
+    layers: Sequence[DeepseekV41Attention], requests: Sequence[Request], chunk: int, device: str, seed: int
+) -> list[KernelKey]:
+    """The same of `v41.run_stack`, less what its metadata launch: steps look rows up by these."""
+    found: dict[KernelKey, None] = {}
+
+    @contextlib.contextmanager
+    def noting() -> Iterator[None]:
+        with collect() as keys:
+            yield
+        found.update(keys)
+
+    builder = v41.step_builder(layers, device)
+    with contextlib.suppress(Exception):
+        paged = v41.paged_pools(layers, requests, [r.reach for r in requests], device, seed)
+        v41.run_batch(layers, builder, requests, paged, chunk, inside=noting)
+        fresh = v41.paged_pools(layers, requests, [r.length for r in requests], device, seed)
+        for number, one in enumerate(r.one_shot() for r in requests):
+            v41.run_batch(layers, builder, [one], fresh, max(one.length, 1), first_request=number, inside=noting)
+    return list(found)
 
 
 def compile_ahead(keys: Sequence[KernelKey], bar: Progress) -> str | None:
