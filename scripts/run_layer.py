@@ -40,7 +40,7 @@ if importlib.util.find_spec("torch") is None:
 import torch
 from layer_runner import explain, v41
 from layer_runner.dump import write_dump
-from layer_runner.kernels import compile_ahead, kernels_of_layer, kernels_of_stack
+from layer_runner.kernels import compile_ahead, kernels_of, kernels_of_layer
 from layer_runner.picture import draw
 from layer_runner.ranks import Ranks, check_gpus, join, own_rank, start
 from layer_runner.report import (
@@ -332,7 +332,8 @@ def kernels_of_run(
     """Keys of the kernels that layers of one process launch, each once; of layers that are made for that alone."""
     run = {"chunk": args.chunk, "device": args.device, "seed": args.seed}
     if isinstance(config, DeepseekV41Config):
-        return kernels_of_stack([make_v41_layer(args, config, index, requests) for index in indices], requests, **run)
+        stack = [make_v41_layer(args, config, index, requests) for index in indices]
+        return kernels_of(lambda: v41.run_stack(stack, requests, **run))
     one = TensorParallel()
     found = [kernels_of_layer(make_layer(args, config, index, requests, one), requests, **run) for index in indices]
     return list(dict.fromkeys(key for of_layer in found for key in of_layer))

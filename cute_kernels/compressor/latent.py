@@ -167,7 +167,8 @@ class LatentKernel:
         if (row == first) & is_owned & (turns > 0):
             slot = ptx.load_global_s64_in_order(rows.slots + Int64(late) * 8)
             position = ptx.load_global_s64_in_order(rows.positions + Int64(late) * 8)
-            is_there = self.is_slot(rows, slot) & (position >= 0)
+            of_late = ptx.load_global_s32_in_order(rows.owners + Int64(late) * 4)
+            is_there = self.is_slot(rows, slot) & (position >= 0) & (of_late >= 0) & (of_late < rows.requests)
             page, number = divmod(Int32(slot if is_there else Int64(0)), rows.ring)
             ring = rows.state + Int64(page) * rows.page_stride + Int64(cute.arch.lane_idx() * 16)
             words = self.load_row(self.row_address(rows, late))

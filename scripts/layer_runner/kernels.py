@@ -6,58 +6,62 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import torch
 from rich.progress import Progress
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels.layers import (
     DeepseekV4MetadataBuilder,
     DeepseekV4MultiHeadLatentAttentionWrapper,
-    DeepseekV41Attention,
 )
 from cute_kernels.runtime import cache
 from cute_kernels.runtime.compile import collect, jit_forbidden
 from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.precompile import precompile
-from layer_runner import v41
 from layer_runner.requests import Request
 from layer_runner.run import paged_pools, run_once
 from layer_runner.stepping import run_alone
+
+EMPTIES = {
+    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+}
+
+
+class Zeros(TorchDispatchMode):
+    """New memory is zeros, so that numbers that no kernel has written name something wherever torch looks them up."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in EMPTIES:
+            out.zero_()
+        return out
+
+
+def kernels_of(run: Callable[[], object]) -> list[KernelKey]:
+    """Keys of the kernels that `run` launches, found by running all but these. What fails here fails, and says why,
+    when the run itself comes to it."""
+    with collect() as keys, Zeros(), contextlib.suppress(Exception):
+        run()
+    return list(keys)
 
 
 def kernels_of_layer(
     layer: DeepseekV4MultiHeadLatentAttentionWrapper, requests: Sequence[Request], chunk: int, device: str, seed: int
 ) -> list[KernelKey]:
-    """Keys of the kernels that `run_layer` launches, found by running all but these. What fails here fails, and says
-    why, when the run itself comes to it. The layer keeps the launches of its steps: it is of no use afterwards."""
+    """Those of `run_layer`. A layer keeps the launches of its steps: this one is of no use afterwards."""
     options = layer.options
     builder = DeepseekV4MetadataBuilder(layer.config, options.max_num_tokens, options.max_model_len, device)
-    with collect() as keys, contextlib.suppress(Exception):
+
+    def run() -> None:
         run_once(layer, requests, chunk, device, seed)
         run_alone(layer, builder, requests, paged_pools(layer, [r.length for r in requests], device, seed))
-    return list(keys)
 
-
-def kernels_of_stack(
-    layers: Sequence[DeepseekV41Attention], requests: Sequence[Request], chunk: int, device: str, seed: int
-) -> list[KernelKey]:
-    """The same of `v41.run_stack`, less what its metadata launch: steps look rows up by these."""
-    found: dict[KernelKey, None] = {}
-
-    @contextlib.contextmanager
-    def noting() -> Iterator[None]:
-        with collect() as keys:
-            yield
-        found.update(keys)
-
-    builder = v41.step_builder(layers, device)
-    with contextlib.suppress(Exception):
-        paged = v41.paged_pools(layers, requests, [r.reach for r in requests], device, seed)
-        v41.run_batch(layers, builder, requests, paged, chunk, inside=noting)
-        fresh = v41.paged_pools(layers, requests, [r.length for r in requests], device, seed)
-        for number, one in enumerate(r.one_shot() for r in requests):
-            v41.run_batch(layers, builder, [one], fresh, max(one.length, 1), first_request=number, inside=noting)
-    return list(found)
+    return kernels_of(run)
 
 
 def compile_ahead(keys: Sequence[KernelKey], bar: Progress) -> str | None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 
@@ -149,10 +148,8 @@ def run_batch(
     *,
     first_request: int = 0,
     on_step: Callable[[], None] = lambda: None,
-    inside: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> StackResult:
-    """Run all steps of the requests through all layers, each of which reads the same hidden states; a layer is called
-    inside a context of its own."""
+    """Run all steps of the requests through all layers, each of which reads the same hidden states."""
     outputs: list[list[list[torch.Tensor]]] = [[[] for _ in requests] for _ in layers]
     topk: list[list[list[torch.Tensor]]] = [[[] for _ in requests] for _ in layers]
     blocks: list[list[list[torch.Tensor]]] = [[[] for _ in requests] for _ in layers]
@@ -168,7 +165,7 @@ def run_batch(
         )
         selection: V41Selection | None = None
         for index, layer in enumerate(layers):
-            with inside(), record_calls() as recording:
+            with record_calls() as recording:
                 out, selection = layer(hidden, step, pools.v41_caches, selection)
             calls[index] += recording.calls
             row = 0
@@ -214,23 +211,6 @@ def count_steps(layers: int, requests: Sequence[Request], chunk: int, device: st
     return layers * (batch * (1 + (device == "cuda")) + len(requests))
 
 
-def step_builder(layers: Sequence[DeepseekV41Attention], device: str) -> V41StepBuilder:
-    options = layers[0].options
-    return V41StepBuilder(layers[0].config, options.max_num_tokens, options.max_model_len, device)
-
-
-def paged_pools(
-    layers: Sequence[DeepseekV41Attention],
-    requests: Sequence[Request],
-    reaches: Sequence[int],
-    device: str,
-    seed: int,
-) -> V41Pools:
-    """Caches for so many positions of each request."""
-    draft = max(request.draft for request in requests)
-    return V41Pools(layers, reaches, max(RING_ROWS, (draft + 2) // 2 * 2), device, seed)
-
-
 def run_stack(
     layers: Sequence[DeepseekV41Attention],
     requests: Sequence[Request],
@@ -241,11 +221,13 @@ def run_stack(
     on_step: Callable[[], None] = lambda: None,
 ) -> list[LayerReport]:
     """Run the batch through all layers and check each; requests lie on the layers' device."""
-    config = layers[0].config
-    builder = step_builder(layers, device)
+    config, options = layers[0].config, layers[0].options
+    builder = V41StepBuilder(config, options.max_num_tokens, options.max_model_len, device)
+    draft = max(request.draft for request in requests)
+    ring_rows = max(RING_ROWS, (draft + 2) // 2 * 2)
 
     def pools(reaches: list[int], number: int) -> V41Pools:
-        return paged_pools(layers, requests, reaches, device, seed + number)
+        return V41Pools(layers, reaches, ring_rows, device, seed + number)
 
     reaches = [request.reach for request in requests]
     # Kernels are loaded and autotuned before anything is recorded.
