@@ -60,10 +60,11 @@ def test_the_readme_op_example_runs() -> None:
     assert ((stored - scope["k"].float()).norm() / scope["k"].float().norm()) < 0.05
 
 
-def test_the_readme_layer_example_runs() -> None:
-    readme = (ROOT / "README.md").read_text()
-    block = readme[readme.index("    import torch\n    from cute_kernels.layers import") :]
-    lines = block[: block.index("\nMetadata is built")].splitlines()
+@pytest.mark.parametrize(("page", "behind"), [("README.md", "Metadata is built"), ("docs/v41.md", "`scripts/quick")])
+def test_layer_examples_run(page: str, behind: str) -> None:
+    text = (ROOT / page).read_text()
+    block = text[text.index("    import torch\n    from cute_kernels.layers import") :]
+    lines = block[: block.index(f"\n{behind}")].splitlines()
     scope: dict[str, Any] = {}
     exec("\n".join(line[4:] for line in lines), scope)
     assert scope["out"].shape == (200, scope["config"].hidden_size)
