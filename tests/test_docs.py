@@ -19,7 +19,7 @@ from cute_kernels.runtime.report import Facts
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = (ROOT / "docs/environment.md").read_text()
 PAGES = [ROOT / "README.md", *(page for at in ("docs", "perf") for page in sorted((ROOT / at).rglob("*.md")))]
-CACHE = (ROOT / "docs/cache.md").read_text()
+CACHE = (ROOT / "docs/kernel_cache.md").read_text()
 
 
 def test_every_variable_is_explained() -> None:
