@@ -207,8 +207,8 @@ def exceptions(ops: list[str]) -> str:
     found = {op: [support(op, arch).status for arch in ARCHS] for op in sorted({*ops, *KERNEL_ARCHS})}
     unusual = {op: cells for op, cells in found.items() if cells != usual}
     text = (
-        f"Every op has a reference, which CPUs run. Of {len(found)} ops {len(found) - len(unusual)} have kernels that "
-        "are measured on sm_90a and compiled for all others. The exceptions ([whole table](docs/support.md)):"
+        f"Of {len(found)} ops {len(found) - len(unusual)} have kernels that are measured on sm_90a and compiled for "
+        "all other architectures. The exceptions ([whole table](docs/support.md)):"
     )
     rows = [_row(f"`{op}`", [*cells, _reason(op)]) for op, cells in unusual.items()]
     head = [_row("op", [*ARCHS, "why"]), "|---" * (2 + len(ARCHS)) + "|"]

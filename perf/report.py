@@ -115,6 +115,8 @@ def render_report(book: Book, kernels: Compiled | None = None) -> str:
         lines += ["", f"## {gpu}", "", *_machines(records), "", "### Ceilings", "", *_ceilings(records)]
         lines += ["", "### Where we lose", "", *_losing(gpu, records)]
         lines += ["", "### Host time of an eager call", "", *_host(records)]
+        if any(record.op != LAYER for record in records):
+            lines += ["", f"![Rates and ceilings](plots/{plots.file_name(gpu, plots.OVERVIEW)})"]
         layers = _layers(records)[:-1]
         lines += ["", "### Whole layers", "", *layers] if layers else []
         for record in records:
@@ -430,22 +432,27 @@ def render_numbers(book: Book) -> str:
     lines = ["## Numbers", ""]
     if not book.records:
         return "\n".join([*lines, "No kernel has been measured yet."])
-    gpus, (compared, _) = list(book.gpus()), _most_gains(book)
+    compared, _ = _most_gains(book)
+    gpus = sorted(book.gpus(), key=lambda of: of[0] != compared)  # that one first, the others as they are
     for gpu, records in gpus:
-        dates = sorted(record.date[:10] for record in records)
-        dsl = ", ".join(sorted({f"CuTe DSL {record.dsl}" for record in records if record.dsl}))
-        when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-        facts = ", ".join(part for part in (gpu, dsl, when) if part)
-        lines += [f"{facts}.", "", *(_layers(records) if compared in ("", gpu) else [])]
+        if gpu == compared or not compared:
+            lines += [f"{_facts(gpu, records)}.", "", *_layers(records)]
     lines += [*_wrap(TERMS), "", *_ops(gpus, README_OPS)]
     for gpu, records in gpus:
-        lines += [*_wrap(f"{gpu}: {_slower(gpu, records)}"), ""]
-    for gpu, records in gpus:
-        if any(record.op != LAYER for record in records):
-            picture = f"perf/plots/{plots.file_name(gpu, plots.OVERVIEW)}"
-            lines += [f"![Rates and ceilings, {_short(gpu)}]({picture})", ""]
+        lines += [*_wrap(f"{gpu if gpu == compared else _facts(gpu, records)}: {_slower(gpu, records)}"), ""]
+    first, records = gpus[0]
+    if any(record.op != LAYER for record in records):
+        lines += [f"![Rates and ceilings, {_short(first)}](perf/plots/{plots.file_name(first, plots.OVERVIEW)})", ""]
     lines += _wrap("[perf/REPORT.md](perf/REPORT.md) has every op, all shapes, ceilings and the method.")
     return "\n".join(lines).rstrip("\n")
+
+
+def _facts(gpu: str, records: Sequence[Record]) -> str:
+    """With what and when a GPU's records were taken."""
+    dates = sorted(record.date[:10] for record in records)
+    dsl = ", ".join(sorted({f"CuTe DSL {record.dsl}" for record in records if record.dsl}))
+    when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    return ", ".join(part for part in (gpu, dsl, when) if part)
 
 
 def _slower(gpu: str, records: Sequence[Record]) -> str:
