@@ -7,7 +7,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from .bound import BoundSteps, bound_key
 from .caches import INDEX_CACHES, KV_CACHES, SWA_BLOCK_SIZE, LayerCaches
 from .compressor import DeepseekCompressor
 from .config import DeepseekV4Config
+from .context import ContextParallel
+from .context_attention import ContextAttention
+from .context_step import ContextStep
 from .indexer import DeepseekV4Indexer
 from .linear import MOST_OWN_ROWS, Linear, bf16_product
 from .metadata import DeepseekV4Metadata
@@ -33,6 +36,8 @@ from .parallel import TensorParallel, verify_ranks
 from .prefill_form import PREFILL_FORMS
 from .rotary import RotaryEmbedding
 from .stacked import StackedLinears
+
+T = TypeVar("T")
 
 QUANTIZED_LINEARS = frozenset({"wqa_wkv", "wq_b", "wo_a", "wo_b", "indexer.wq_b"})
 """Linears that a published checkpoint stores as FP8."""
@@ -83,6 +88,8 @@ class AttentionOptions:
     aux_streams          CUDA streams for the independent GEMMs and the indexer; empty: one stream. None: steps of few
                          rows that are captured in a graph take one that all layers of a thread share, others none. Same
                          bits
+    cp                   the ranks that share the context of requests, whose steps are ContextSteps; None: steps are
+                         DeepseekV4Metadata
     """
 
     kv_cache: str = "fp8_ds_mla"
@@ -100,6 +107,7 @@ class AttentionOptions:
     bind_steps: bool = True
     aux_streams: Sequence[torch.cuda.Stream] | None = None
     tp: TensorParallel = field(default_factory=TensorParallel)
+    cp: ContextParallel | None = None
     workspace: Workspace | None = None
     topk_indices_buffer: torch.Tensor | None = None
 
@@ -185,7 +193,8 @@ def run_on_streams(
     return results
 
 
-_OWN_OPTIONS = frozenset(("aux_streams", "tp", "workspace", "topk_indices_buffer"))
+_OWN_OPTIONS = frozenset(("aux_streams", "tp", "cp", "workspace", "topk_indices_buffer"))
+_OF_CP = ("kv", "prefill", "heads", "wire", "shards", "swa")
 """Options that ranks have objects of their own for."""
 
 
@@ -306,6 +315,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             tma_aligned_scales=options.tma_aligned_scales,
             **gemm,
         )
+        self.context = None if options.cp is None else ContextAttention(self, options.cp)
         self._bound = BoundSteps()
         self._weight_places: list[tuple[dict[str, torch.Tensor | None], str]] = []
         self._stack()
@@ -386,7 +396,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         self,
         positions: torch.Tensor,
         hidden_states: torch.Tensor,
-        metadata: DeepseekV4Metadata | None = None,
+        metadata: DeepseekV4Metadata | ContextStep | None = None,
         caches: LayerCaches | None = None,
         *,
         capture: dict[str, torch.Tensor] | None = None,
@@ -395,9 +405,10 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
 
         positions       int64 [T], `metadata.positions`
         hidden_states   bf16 [T, hidden], input after attn_norm; rows past the step's (graph padding) give zeros
-        metadata        of DeepseekV4MetadataBuilder; None: profiling run, reserves workspace, returns zeros
+        metadata        of DeepseekV4MetadataBuilder, with options.cp of ContextStepBuilder; None: profiling run,
+                        reserves workspace, returns zeros
         caches          the layer's caches, mutated; None only in the profiling run
-        capture         receives intermediate tensors: kv, q, idx_q, topk, o_raw, o, lse, oa
+        capture         receives intermediate tensors: kv, q, idx_q, topk, o_raw, o, lse, oa; not with options.cp
         """
         check = self._check_rows(hidden_states)
         if metadata is None:
@@ -407,19 +418,41 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         out = torch.empty(hidden_states.shape, dtype=self.o_proj.wo_b.out_dtype, device=hidden_states.device)
 
         def body(hidden: torch.Tensor, result: torch.Tensor) -> None:
-            self._forward(hidden, metadata, caches, capture, result)
+            if isinstance(metadata, ContextStep):
+                attended = self._attend_context(hidden, metadata, caches)
+                self.o_proj(attended, metadata.positions, self.rotary_emb.cos_sin_cache, None, result)
+            else:
+                self._forward(hidden, metadata, caches, capture, result)
 
         def step() -> torch.Tensor:
             self._rows_of_step(hidden_states, metadata, caches, out, body, binds=capture is None)
             return self.tp.sum(out)
 
-        return self.tp.together(step)
+        return self._together(step)
+
+    def _together(self, step: Callable[[], T]) -> T:
+        """step(), whose collectives are of both groups: if it raises, no rank waits for this one."""
+        cp = self.options.cp
+        return self.tp.together(step) if cp is None else cp.together(lambda: self.tp.together(step))
+
+    def _attend_context(
+        self, hidden: torch.Tensor, step: ContextStep, caches: LayerCaches, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """bf16 [T, heads, 512], in `out` if there is one."""
+        assert self.context is not None
+        if out is None:
+            shape = hidden.shape[0], self.num_heads, self.config.head_dim
+            out = torch.empty(shape, dtype=torch.bfloat16, device=hidden.device)
+        qr_kv, kv_score, index_weights, index_kv_score, join = self.attn_gemm_parallel_execute(hidden)
+        join()
+        self.context.attend(qr_kv, (kv_score, index_weights, index_kv_score), step, caches, out[:, : self.num_heads])
+        return out
 
     def attend(
         self,
         positions: torch.Tensor,
         hidden_states: torch.Tensor,
-        metadata: DeepseekV4Metadata | None,
+        metadata: DeepseekV4Metadata | ContextStep | None,
         caches: LayerCaches | None,
         out: torch.Tensor,
     ) -> None:
@@ -440,18 +473,21 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         caches = self._check_call(check, positions, hidden_states, metadata, caches)
 
         def body(hidden: torch.Tensor, result: torch.Tensor) -> None:
+            if isinstance(metadata, ContextStep):
+                self._attend_context(hidden, metadata, caches, result)
+                return
             slots = self.mla_attn.takes_slots
             products = self.attn_gemm_parallel_execute(hidden)
             q, topk, _ = self.attention_front(*products, metadata, caches, slots=slots)
             self.mla_attn(q, caches, metadata, topk, result, slots=slots)
 
         what = out.shape, out.stride()
-        self.tp.together(lambda: self._rows_of_step(hidden_states, metadata, caches, out, body, what=what))
+        self._together(lambda: self._rows_of_step(hidden_states, metadata, caches, out, body, what=what))
 
     def project(self, out: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The layer's output, bf16 [T, hidden], from that of `attend`."""
         table = self.rotary_emb.cos_sin_cache
-        return self.tp.together(lambda: self.tp.sum(self.o_proj(out[:, : self.num_heads], positions, table)))
+        return self._together(lambda: self.tp.sum(self.o_proj(out[:, : self.num_heads], positions, table)))
 
     def _check_rows(self, hidden_states: torch.Tensor) -> Checker:
         check = Checker("attention layer")
@@ -463,33 +499,46 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         check: Checker,
         positions: torch.Tensor,
         hidden_states: torch.Tensor,
-        metadata: DeepseekV4Metadata,
+        metadata: DeepseekV4Metadata | ContextStep,
         caches: LayerCaches | None,
     ) -> LayerCaches:
         if caches is None:
             check.fail("caches", "the layer's caches", "None")
-        self._check_step(check, metadata, caches)
+        if isinstance(metadata, ContextStep) != (self.options.cp is not None):
+            wanted = "DeepseekV4Metadata" if self.options.cp is None else "a ContextStep with options.cp"
+            check.fail("metadata", wanted, type(metadata).__name__)
+        parts = metadata.parts if isinstance(metadata, ContextStep) else [metadata]
+        for part in parts:
+            self._check_step(check, part, caches)
         rows = metadata.num_tokens
         if positions.shape[0] < rows or hidden_states.shape[0] < rows:
             raise ValueError(
                 f"attention layer: hidden_states and positions: expected at least {rows} rows as in the metadata, "
                 f"got {hidden_states.shape[0]} and {positions.shape[0]}"
             )
-        if self.tp.size > 1 and self.tp.check_steps:
-            self._verify_step(hidden_states, metadata)
+        if self.tp.check_steps:
+            if isinstance(metadata, ContextStep):
+                verify_ranks(metadata.cp.communicator, "step", metadata.numbers)
+            if self.tp.size > 1:
+                for part in parts:
+                    self._verify_step(hidden_states, part)
         return caches
 
     def verify_ranks(self) -> None:
-        """Raise the same ValueError on every rank of the tensor-parallel group unless their layers agree in config,
-        options, storage of weights and versions. The profiling run does so, too."""
-        if self.tp.has_collectives:
+        """Raise the same ValueError on every rank of a group unless its layers agree in config, options, storage of
+        weights and versions. The profiling run does so, too."""
+        cp = self.options.cp
+        if self.tp.has_collectives or cp is not None:
             options = [f for f in fields(self.options) if f.name not in _OWN_OPTIONS]
             facts = {f.name: str(getattr(self.options, f.name)) for f in options}
             facts |= {f"config.{f.name}": str(getattr(self.config, f.name)) for f in fields(self.config)}
             facts |= {name: f"{buffer.dtype} {tuple(buffer.shape)}" for name, buffer in self.named_buffers()}
             facts |= {f"tp.{name}": str(getattr(self.tp, name)) for name in ("indexer", "partial_dtype", "check_steps")}
+            facts |= {f"cp.{name}": str(getattr(cp, name, None)) for name in _OF_CP}
             facts |= {"layer_index": str(self.layer_index), "versions": f"{__version__}, torch {torch.__version__}"}
-            verify_ranks(self.tp.communicator, "attention layer", facts)
+            for communicator in (self.tp.communicator if self.tp.has_collectives else None, cp and cp.communicator):
+                if communicator is not None:
+                    verify_ranks(communicator, "attention layer", facts)
 
     def _verify_step(self, hidden_states: torch.Tensor, m: DeepseekV4Metadata) -> None:
         """The same for what a step is given."""
@@ -508,12 +557,16 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         if self.tp.size > 1 and self.tp.indexer != "replicated":
             picks = torch.zeros(self.tp.size, 1, dtype=torch.int32, device=hidden_states.device)
             self.tp.communicator.all_gather(picks, picks[0].clone())
+        cp = self.options.cp
+        if cp is not None:
+            parts = torch.zeros(cp.size, 1, device=hidden_states.device)
+            cp.communicator.all_to_all(parts, parts.clone())
         return self.tp.sum(partial)
 
     def _rows_of_step(
         self,
         hidden_states: torch.Tensor,
-        metadata: DeepseekV4Metadata,
+        metadata: DeepseekV4Metadata | ContextStep,
         caches: LayerCaches,
         out: torch.Tensor,
         body: Callable[[torch.Tensor, torch.Tensor], None],
@@ -530,7 +583,8 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         if hidden_states.shape[0] > rows:
             out[rows:].zero_()
             hidden_states, out = hidden_states[:rows], out[:rows]
-        if binds and self._is_bindable(hidden_states, metadata):
+        # collectives are no launches that could be kept
+        if binds and not isinstance(metadata, ContextStep) and self._is_bindable(hidden_states, metadata):
             self._bound.run(
                 (bound_key(metadata), caches.addresses, self._weight_addresses(), *what),
                 hidden_states,

@@ -98,7 +98,7 @@ class SparseAttnIndexer(nn.Module):
     def shards(self, device: torch.device, m: DeepseekV4Metadata) -> bool:
         """Whether the ranks divide the rows of a step: the same answer on all of them."""
         form = self.tp.indexer
-        if self.tp.size == 1 or form == "replicated" or not m.num_tokens or self._sees_few(m):
+        if self.tp.size == 1 or form == "replicated" or not m.num_tokens or self.sees_few(m):
             return False
         if form == "rows":
             return True
@@ -107,7 +107,7 @@ class SparseAttnIndexer(nn.Module):
         entries = m.max_seq_len // self.compress_ratio
         return shards_rows(arch, self.tp.size, requests, m.num_prefill_tokens, entries, self.topk_tokens, next_n)
 
-    def _sees_few(self, m: DeepseekV4Metadata) -> bool:
+    def sees_few(self, m: DeepseekV4Metadata) -> bool:
         """Whether top-k takes all that any row sees."""
         return step_columns(m.max_seq_len // self.compress_ratio) <= self.topk_tokens
 
@@ -118,21 +118,23 @@ class SparseAttnIndexer(nn.Module):
         cache: DeepseekV4IndexerCache,
         metadata: DeepseekV4Metadata,
         slots: bool = False,
+        first_row: int = 0,
     ) -> torch.Tensor:
         """Top-k of every row of the step; returns the buffer's rows, int32 [T, topk_tokens].
 
-        slots   decode rows are slots of the compressed cache instead of request-local entries
+        slots       decode rows are slots of the compressed cache instead of request-local entries
+        first_row   of the buffer, for the step's first row
         """
         m = metadata
         assert m.visible is not None
         assert m.compressed_block_table is not None
         visible, decodes = m.visible, m.num_decode_tokens
-        out = self.topk_indices_buffer[: m.num_tokens]
+        out = self.topk_indices_buffer[first_row : first_row + m.num_tokens]
         translation: dict[str, Any] = {}
         if slots and decodes:
             translation["slot_block_table"] = m.decode_block_table()
             translation["slot_rows_per_page"] = KV_BLOCK_SIZE // self.compress_ratio
-        if self._sees_few(m):
+        if self.sees_few(m):
             shape = m.decode_batch()
             if decodes:
                 lengths = visible[:decodes].view(shape)
@@ -361,10 +363,19 @@ class DeepseekV4Indexer(nn.Module):
         capture               receives "idx_q", the rotated queries before they are quantized
         """
         self.compressor(compressed_kv_score, metadata, state, cache, cos_sin_cache)
-        index_q = self.by_head(index_q)
-        q, weights = fused_indexer_q_rope_quant(
-            metadata.positions,
-            index_q,
+        q, weights = self.quantize(index_q, indexer_weights, metadata.positions, cos_sin_cache)
+        if capture is not None:
+            rotated = numerics.rotate(self.by_head(index_q), metadata.positions, cos_sin_cache).bfloat16()
+            capture["idx_q"] = numerics.hadamard(rotated).bfloat16() if self.index_hadamard else rotated
+        return self.indexer_op(q, weights, cache, metadata, slots)
+
+    def quantize(
+        self, index_q: torch.Tensor, indexer_weights: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
+    ) -> tuple[Quantized, torch.Tensor]:
+        """(rotated and quantized queries, weights) as scores take them."""
+        return fused_indexer_q_rope_quant(
+            positions,
+            self.by_head(index_q),
             cos_sin_cache,
             indexer_weights,
             self.softmax_scale,
@@ -375,10 +386,6 @@ class DeepseekV4Indexer(nn.Module):
             round_weights=True,
             use_pdl=self.use_pdl,
         )
-        if capture is not None:
-            rotated = numerics.rotate(index_q, metadata.positions, cos_sin_cache).bfloat16()
-            capture["idx_q"] = numerics.hadamard(rotated).bfloat16() if self.index_hadamard else rotated
-        return self.indexer_op(q, weights, cache, metadata, slots)
 
     def by_head(self, index_q: torch.Tensor) -> torch.Tensor:
         """Queries [T, heads * 128] as [T, heads, 128]."""
