@@ -83,14 +83,19 @@ def check_ranks_agree(digests: Sequence[dict[str, str]]) -> Check:
 def check_caches(
     batch: Pools, alone: Pools, requests: Sequence[Request], name: str = "caches hold the same bytes both ways"
 ) -> Check:
-    """Both ways leave the same bytes in the live rows of every cache."""
+    """Both ways leave the same bytes in the live rows of every cache that both have."""
+
+    def is_different(cache: str, number: int, length: int) -> bool:
+        rows = batch.live_rows(cache, number, length)
+        slots, others = (pools.slots(cache, number, *rows) for pools in (batch, alone))
+        both = (slots >= 0) & (others >= 0)
+        return not torch.equal(batch.records(cache, slots[both]), alone.records(cache, others[both]))
+
     different = [
         f"{cache} of request {number}"
         for cache in batch.by_name()
         for number, request in enumerate(requests)
-        if not torch.equal(
-            batch.live_bytes(cache, number, request.length), alone.live_bytes(cache, number, request.length)
-        )
+        if is_different(cache, number, request.length)
     ]
     detail = f"{', '.join(different)} differ" if different else f"{len(batch.by_name())} caches"
     return Check(name, not different, detail)
