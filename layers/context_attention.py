@@ -295,9 +295,7 @@ class ContextAttention:
         empty = m.decode_swa_indices.view(*shape, -1)[..., :0]
         for number, extra in enumerate(self._own_entries(scored, share, caches)):
             result, lse = views(sent)
-            sparse_mla_decode(
-                q.unflatten(0, shape), caches.swa.data, empty, out=result, lse=lse, **common, **extra
-            )
+            sparse_mla_decode(q.unflatten(0, shape), caches.swa.data, empty, out=result, lse=lse, **common, **extra)
             parts = received[number * cp.size : (number + 1) * cp.size]
             cp.communicator.all_to_all(parts, sent.view(cp.size, per_rank, width))
         results, lses = views(received)

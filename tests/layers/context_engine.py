@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from layers import BlockTables, Communicator, ContextParallel, ContextStepBuilder, TensorParallel
 from layers.attention import DeepseekV4MultiHeadLatentAttentionWrapper
 from layers.caches import KV_BLOCK_SIZE
-from tests.layers.engine import CONFIG, NO_PAGE, Engine, Request, hidden_rows, make_layer
+from tests.layers.engine import NO_PAGE, Engine, Request, hidden_rows, make_layer
 
 
 class ContextEngine(Engine):
@@ -67,6 +68,7 @@ class ContextEngine(Engine):
         step = self.context_builder.build(self.ratio, counts, lengths, tables, len(decodes))
         hidden = torch.cat([rows for _, rows in work]).to(self.device)
         out = step.whole_rows(self.layer(step.positions, step.own_rows(hidden), step, self.caches))
+        self.picks = torch.empty(0)
         if self.layer.indexer is not None:
             buffer = self.layer.indexer.indexer_op.topk_indices_buffer
             self.picks = step.whole_rows(buffer[: step.num_tokens].clone())
@@ -89,58 +91,69 @@ class ContextEngine(Engine):
                 result.append(whole)
         return result
 
-    def window(self, request: Request) -> list[torch.Tensor]:
-        return super().window(request)
 
-
-def layer_of(communicator: Communicator, ratio: int, options: dict[str, Any]) -> Any:
-    """A rank's layer. options: of make_layer, and with cp_ before them of ContextParallel; tp: ranks of the
-    tensor-parallel group, which is the context group's where they are as many and heads are their own."""
+def layer_of(
+    communicator: Communicator | None, ratio: int, options: dict[str, Any]
+) -> DeepseekV4MultiHeadLatentAttentionWrapper:
+    """A rank's layer behind its profiling run, or one process's. options: of make_layer, and with cp_ before them of
+    ContextParallel; where ranks have heads of their own they are a tensor-parallel group too."""
     of_cp = {name[3:]: value for name, value in options.items() if name.startswith("cp_")}
     others = {name: value for name, value in options.items() if not name.startswith("cp_")}
+    if communicator is None:
+        return make_layer(ratio, **others)
     if of_cp.get("heads") == "own":
         others["tp"] = TensorParallel(group=communicator)
-    return make_layer(ratio, cp=ContextParallel(group=communicator, **of_cp), **others)
+    layer = make_layer(ratio, cp=ContextParallel(group=communicator, **of_cp), **others)
+    device = layer.q_norm_weight.device
+    hidden = torch.zeros(4, layer.config.hidden_size, dtype=torch.bfloat16, device=device)
+    layer(torch.zeros(4, dtype=torch.int64, device=device), hidden)
+    return layer
 
 
-def context_steps(communicator: Communicator | None, ratio: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Chunked prefill, steps of both, decode with drafts: outputs, picks and the bytes of all caches. Without a
-    communicator one process's."""
-    if communicator is None:
-        others = {name: value for name, value in options.items() if not name.startswith("cp_")}
-        layer = make_layer(ratio, **others)
-        engine: Engine = Engine(layer, seed=5)
-    else:
-        layer = layer_of(communicator, ratio, options)
-        layer(torch.zeros(4, dtype=torch.int64), torch.zeros(4, layer.config.hidden_size, dtype=torch.bfloat16))
-        engine = ContextEngine(layer, seed=5)
-    first, second, third = (Request() for _ in range(3))
-    hidden = {id(r): hidden_rows(2000, seed=10 + n, config=layer.config) for n, r in enumerate((first, second, third))}
+STEPS = (
+    ([], [(0, 520), (1, 70)]),
+    ([], [(0, 131), (1, 260), (2, 3)]),
+    ([(2, 1)], [(1, 130)]),
+    ([(0, 1), (1, 1), (2, 1)], []),
+    ([(0, 2), (1, 2), (2, 2)], []),
+    ([(0, 1), (1, 2), (2, 1)], []),
+)
+"""(decodes, prefills), each a request and its rows: many rows, a few, none of some ranks; in later steps requests begin at
+no multiple of anything; drafts, and decodes of different lengths."""
+
+Steps = Sequence[tuple[list[tuple[int, int]], list[tuple[int, int]]]]
+
+
+def context_steps(
+    communicator: Communicator | None, ratio: int, options: dict[str, Any], steps: Steps = STEPS
+) -> dict[str, Any]:
+    """Outputs and picks of steps, and the bytes of all caches afterwards. Without a communicator one process's."""
+    layer = layer_of(communicator, ratio, options)
+    layer.mla_attn.takes_slots = False  # one process's picks are entries, as a group's
+    engine = Engine(layer, seed=5) if communicator is None else ContextEngine(layer, seed=5)
+    requests = [Request() for _ in range(1 + max(n for parts in steps for part in parts for n, _ in part))]
+    total = [sum(rows for parts in steps for part in parts for n, rows in part if n == r) for r in range(len(requests))]
+    hidden = [hidden_rows(rows, seed=10 + n, config=layer.config) for n, rows in enumerate(total)]
     outputs: list[torch.Tensor] = []
     picks: list[torch.Tensor] = []
-
-    def step(decodes: list[tuple[Request, int]], prefills: list[tuple[Request, int]]) -> None:
-        work = [[(r, hidden[id(r)][r.length :][:count]) for r, count in part] for part in (decodes, prefills)]
-        outs = engine.step(*work)
-        outputs.append(torch.cat(outs).cpu())
-        if layer.indexer is not None:
-            buffer = layer.indexer.indexer_op.topk_indices_buffer
-            picks.append((engine.picks if communicator else buffer[: len(outputs[-1])].clone()).cpu())
-
-    # many rows, a few, and in the next steps starts that are no multiples of anything
-    step([], [(first, 1100), (second, 70)])
-    step([], [(first, 131), (second, 500), (third, 3)])
-    step([(third, 1)], [(second, 300)])
-    every = [first, second, third]
-    step([(r, 1) for r in every], [])
-    step([(r, 2) for r in every], [])
-    step([(r, 1 + n % 2) for n, r in enumerate(every)], [])
+    for parts in steps:
+        work = [[(requests[n], hidden[n][requests[n].length :][:rows]) for n, rows in part] for part in parts]
+        outputs.append(torch.cat(engine.step(*work)).cpu())
+        if isinstance(engine, ContextEngine):
+            picks.append(engine.picks.cpu())
+        elif layer.indexer is not None:
+            picks.append(layer.indexer.indexer_op.topk_indices_buffer[: len(outputs[-1])].clone().cpu())
     return {
         "outputs": outputs,
-        "picks": picks,
-        "entries": [data.cpu() for r in every for data in engine.entries(r)],
-        "window": [data.cpu() for r in every for data in engine.window(r)],
+        "picks": picks if layer.indexer is not None else [],
+        "entries": [data.cpu() for r in requests for data in engine.entries(r)],
+        "window": [data.cpu() for r in requests for data in engine.window(r)],
     }
 
 
-__all__ = ["CONFIG", "ContextEngine", "context_steps", "layer_of"]
+def together(results: Sequence[dict[str, Any]], options: dict[str, Any]) -> list[torch.Tensor]:
+    """The entries of all ranks."""
+    every = [held["entries"] for held in results]
+    if options.get("cp_kv") != "sharded":
+        return list(every[0])
+    return [torch.stack(parts).sum(0, dtype=parts[0].dtype) for parts in zip(*every, strict=True)]
