@@ -536,9 +536,10 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             facts |= {f"tp.{name}": str(getattr(self.tp, name)) for name in ("indexer", "partial_dtype", "check_steps")}
             facts |= {f"cp.{name}": str(getattr(cp, name, None)) for name in _OF_CP}
             facts |= {"layer_index": str(self.layer_index), "versions": f"{__version__}, torch {torch.__version__}"}
-            for communicator in (self.tp.communicator if self.tp.has_collectives else None, cp and cp.communicator):
-                if communicator is not None:
-                    verify_ranks(communicator, "attention layer", facts)
+            if self.tp.has_collectives:
+                verify_ranks(self.tp.communicator, "attention layer", facts)
+            if cp is not None:
+                verify_ranks(cp.communicator, "attention layer", facts)
 
     def _verify_step(self, hidden_states: torch.Tensor, m: DeepseekV4Metadata) -> None:
         """The same for what a step is given."""

@@ -143,7 +143,7 @@ class PrefillPlan:
 
     def __init__(self, segments: Sequence[Sequence[Segment]], query_lens: Sequence[int], seq_lens: Sequence[int]):
         self.segments = tuple(tuple(own) for own in segments)
-        first_rows = np.concatenate([[0], np.cumsum(query_lens, dtype=np.int64)])
+        first_rows = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(query_lens, dtype=np.int64)])
         none = np.zeros(0, dtype=np.int64)
         self.gather_index: list[npt.NDArray[np.int64]] = []
         for own in self.segments:
@@ -154,8 +154,8 @@ class PrefillPlan:
             self.gather_index.append(np.concatenate([none, *rows]))
         self.padded_rows = max(len(rows) for rows in self.gather_index)
         self.restore_index = np.zeros(int(first_rows[-1]), dtype=np.int64)
-        for rank, rows in enumerate(self.gather_index):
-            self.restore_index[rows] = rank * self.padded_rows + np.arange(len(rows))
+        for rank, index in enumerate(self.gather_index):
+            self.restore_index[index] = rank * self.padded_rows + np.arange(len(index))
 
 
 def plan_prefill(query_lens: Sequence[int], seq_lens: Sequence[int], ranks: int) -> PrefillPlan:

@@ -320,15 +320,13 @@ class ContextAttention:
     ) -> list[dict[str, Any]]:
         """Arguments of `sparse_mla_decode` that name the entries of each part on this rank, by their order."""
         cp, m, page = self.cp, share.metadata, KV_BLOCK_SIZE // self.ratio
-        rows, shape, turns = m.num_decode_tokens, m.decode_batch(), cp.parts // cp.size
+        rows, shape = m.num_decode_tokens, m.decode_batch()
         assert caches.compressed is not None
-        assert share.block_table is not None
         common = {"extra_k_cache": caches.compressed.data, "extra_kv_format": caches.compressed.kv_format.id}
-        tables = [share.block_table[:, turn::turns] for turn in range(turns)]
         if self.ratio != 4:
             return [
                 common | {"extra_block_table": table, "extra_length": lens}
-                for table, lens in zip(tables, share.lens, strict=True)
+                for table, lens in zip(share.tables, share.lens, strict=True)
             ]
         indexer = self.layer.indexer
         assert indexer is not None
@@ -338,13 +336,13 @@ class ContextAttention:
         found = []
         if op.sees_few(m):
             all_visible_entries(m.visible[:rows].view(shape), op.topk_tokens, out=picks)
-            for table, lens in zip(tables, share.lens, strict=True):
+            for table, lens in zip(share.tables, share.lens, strict=True):
                 slots = all_visible_entries(lens, op.topk_tokens, slot_block_table=table, slot_rows_per_page=page)
                 found.append((slots, lens))
         else:
             assert scored is not None
             keys = self._keys(scored, share, caches)
-            for turn, table in enumerate(tables):
+            for turn, table in enumerate(share.tables):
                 slots, lens = merge_top_k_keys(
                     keys,
                     out=picks if turn == 0 else None,

@@ -43,13 +43,15 @@ class DecodeShare:
 
     metadata       with the block table of the whole request, which has no pages that are other ranks'
     block_table    int32 [b, pages]: the rank's own, with a row per request of `decode_batch()`
-    lens           of each part of a request that is on this rank, int32 [b, s_q]: the entries of it that a row sees
+    tables         of each part of a request that is on this rank, its pages among these, and in
+    lens           int32 [b, s_q], the entries of it that a row sees
     visible        int32 [b, s_q]: of ratio 4, entries on this rank that a row sees
     columns        more than any of them
     """
 
     metadata: DeepseekV4Metadata
     block_table: torch.Tensor | None = None
+    tables: list[torch.Tensor] = field(default_factory=list)
     lens: list[torch.Tensor] = field(default_factory=list)
     visible: torch.Tensor | None = None
     columns: int = 0
@@ -292,9 +294,12 @@ class ContextStepBuilder:
         lens = m.visible[:rows] if ratio == 4 else m.c128a_decode_topk_lens  # type: ignore[index]
         assert lens is not None
         lens = lens.view(shape)
-        for first in range(0, cp.parts, cp.size):
-            own_lens = context_local_lens(lens, ratio, cp.parts, first + cp.rank)
-            share.lens.append(self._kept(f"lens {first}", ratio, own_lens))
+        turns = cp.parts // cp.size
+        for turn in range(turns):
+            table = share.block_table if turns == 1 else self._kept(f"local {turn}", ratio, local[:, turn::turns])
+            own_lens = context_local_lens(lens, ratio, cp.parts, turn * cp.size + cp.rank)
+            share.tables.append(table)
+            share.lens.append(self._kept(f"lens {turn}", ratio, own_lens))
         if ratio == 4:
             share.visible = self._kept("visible", ratio, context_local_lens(lens, ratio, cp.size, cp.rank))
             pages = -(-m.max_seq_len // KV_BLOCK_SIZE)
@@ -348,18 +353,21 @@ class ContextStepBuilder:
             return share
         segments = plan.segments
         window = [[(s.request, range(_tail(s, cp.swa), s.end)) for s in of] for of in segments]
-        self._exchange(upload, share, "window", window, *[(tables.swa, SWA_BLOCK_SIZE)] * 2)
+        at = tables.swa, SWA_BLOCK_SIZE
+        self._exchange(upload, share, "window", window, at, at)
         if ratio == 1:
             return share
         made_by = [[(s.request, range(s.start // ratio, s.end // ratio)) for s in of] for of in segments]
         assert gathered is not None
         assert tables.state is not None
-        self._exchange(upload, share, "entries", made_by, *[(gathered, KV_BLOCK_SIZE // ratio)] * 2)
+        at = gathered, KV_BLOCK_SIZE // ratio
+        self._exchange(upload, share, "entries", made_by, at, at)
         last = [[s for s in of if s.end == seqs[s.request]] for of in segments]
         state = [[(s.request, range(_state_from(s.end, ratio), s.end)) for s in of] for of in last]
-        self._exchange(upload, share, "state", state, *[(tables.state, STATE_BLOCK_SIZE[ratio])] * 2)
+        at = tables.state, STATE_BLOCK_SIZE[ratio]
+        self._exchange(upload, share, "state", state, at, at)
         if ratio == 4:
-            self._halo(upload, share, plan, starts, seqs, tables.state)
+            self._halo(upload, share, plan, seqs, tables.state)
         return share
 
     def _exchange(
@@ -402,34 +410,31 @@ class ContextStepBuilder:
         upload: _Upload,
         share: PrefillShare,
         plan: PrefillPlan,
-        starts: list[int],
         seqs: list[int],
         table: torch.Tensor,
     ) -> None:
         """The last rows of every segment that another one follows, and where they go on the rank that has it."""
         followers = {(s.request, s.start): rank for rank, of in enumerate(plan.segments) for s in of}
-        rows, requests, positions, wanted = [], [], [], []
+        # of each rank: row, request, position, and the position again where it is this rank's to store
+        sent: list[list[tuple[int, int, int, int]]] = []
         for rank, of in enumerate(plan.segments):
-            found: list[tuple[int, int, int, int]] = []
+            sent.append([])
             row = 0
             for s in of:
                 row += s.end - s.start
                 if s.end == seqs[s.request]:
                     continue
-                follower = followers[s.request, s.end]
-                count = min(HALO_ROWS, s.end - s.start)
-                for back in range(count, 0, -1):
-                    is_wanted = follower == self.cp.rank != rank
-                    found.append((row - back, s.request, s.end - back, s.end - back if is_wanted else -1))
-            for numbers, column in zip((rows, requests, positions, wanted), range(4), strict=True):
-                numbers.append([line[column] for line in found])
-        most = max(len(own) for own in rows)
+                is_wanted = followers[s.request, s.end] == self.cp.rank != rank
+                for back in range(min(HALO_ROWS, s.end - s.start), 0, -1):
+                    position = s.end - back
+                    sent[-1].append((row - back, s.request, position, position if is_wanted else -1))
+        most = max(len(own) for own in sent)
         if not most:
             return
-        padded = np.full((4, len(rows), most), -1, dtype=np.int64)
-        for name, lists in enumerate((rows, requests, positions, wanted)):
-            for rank, numbers in enumerate(lists):
-                padded[name, rank, : len(numbers)] = numbers
+        padded = np.full((len(sent), most, 4), -1, dtype=np.int64)
+        for rank, lines in enumerate(sent):
+            padded[rank, : len(lines)] = np.array(lines, dtype=np.int64).reshape(-1, 4)
+        rows, *others = (padded[..., column] for column in range(4))
 
         def make(numbers: torch.Tensor) -> None:
             share.halo_rows = numbers[:most].clamp(min=0)
@@ -437,7 +442,7 @@ class ContextStepBuilder:
             share.halo_positions = at.clamp(min=0)
             share.halo_slots = entries_to_slots(placed, of_all, table, STATE_BLOCK_SIZE[4])
 
-        upload.add(np.concatenate([padded[0, self.cp.rank], *(x.ravel() for x in padded[1:])]), make)
+        upload.add(np.concatenate([rows[self.cp.rank], *(x.ravel() for x in others)]), make)
 
 
 def _rows_of(tables: BlockTables, rows: slice) -> BlockTables:

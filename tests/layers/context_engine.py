@@ -110,7 +110,9 @@ def layer_of(
     return layer
 
 
-STEPS = (
+Steps = Sequence[tuple[list[tuple[int, int]], list[tuple[int, int]]]]
+
+STEPS: Steps = (
     ([], [(0, 520), (1, 70)]),
     ([], [(0, 131), (1, 260), (2, 3)]),
     ([(2, 1)], [(1, 130)]),
@@ -118,10 +120,8 @@ STEPS = (
     ([(0, 2), (1, 2), (2, 2)], []),
     ([(0, 1), (1, 2), (2, 1)], []),
 )
-"""(decodes, prefills), each a request and its rows: many rows, a few, none of some ranks; in later steps requests begin at
-no multiple of anything; drafts, and decodes of different lengths."""
-
-Steps = Sequence[tuple[list[tuple[int, int]], list[tuple[int, int]]]]
+"""(decodes, prefills), each a request and its rows: many rows, a few, none of some ranks; in later steps requests begin
+at no multiple of anything; drafts, and decodes of different lengths."""
 
 
 def context_steps(
