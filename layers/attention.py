@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
@@ -36,6 +35,7 @@ from .parallel import TensorParallel, verify_ranks
 from .prefill_form import PREFILL_FORMS
 from .rotary import RotaryEmbedding
 from .stacked import StackedLinears
+from .streams import graph_streams, run_on_streams, start_on_streams
 
 T = TypeVar("T")
 
@@ -124,73 +124,6 @@ class AttentionOptions:
         for name, number in (("max_model_len", self.max_model_len), ("max_num_tokens", self.max_num_tokens)):
             if number < 1:
                 raise ValueError(f"AttentionOptions: {name}: expected a positive number, got {number}")
-
-
-class _GraphStreams(threading.local):
-    """By device, a stream for captured steps: a thread's own, as two threads may capture at the same time."""
-
-    def __init__(self) -> None:
-        self.of: dict[int, torch.cuda.Stream] = {}
-
-
-_graph_streams = _GraphStreams()
-
-
-def graph_streams(device: torch.device) -> Sequence[torch.cuda.Stream]:
-    """The auxiliary stream of this thread's steps, if one is being captured."""
-    if device.type != "cuda" or torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
-        return ()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index not in _graph_streams.of:
-        _graph_streams.of[index] = torch.cuda.Stream(index)
-    return (_graph_streams.of[index],)
-
-
-def start_on_streams(
-    tasks: Sequence[Callable[[], torch.Tensor]],
-    streams: Sequence[torch.cuda.Stream],
-    device: torch.device,
-    is_first_ahead: bool = False,
-) -> tuple[list[torch.Tensor], Callable[[], None]]:
-    """Run independent tasks, the first on the current stream and the others on `streams` if there are any: (results,
-    what makes the current stream wait for the others).
-
-    is_first_ahead   the first task is launched before the others
-    """
-    if not streams or device.type != "cuda":
-        return [task() for task in tasks], lambda: None
-    current = torch.cuda.current_stream(device)
-    ready = current.record_event()
-    results: dict[int, torch.Tensor] = {}
-    done = []
-    if is_first_ahead:
-        results[0] = tasks[0]()
-    for number, task in enumerate(tasks[1:]):
-        stream = streams[number % len(streams)]
-        stream.wait_event(ready)
-        with torch.cuda.stream(stream):
-            results[number + 1] = task()
-            # on a stream of our own memory is not taken again before the next fork, which is behind all uses of this
-            if stream not in _graph_streams.of.values():
-                results[number + 1].record_stream(current)
-        done.append(stream.record_event())
-    if not is_first_ahead:
-        results[0] = tasks[0]()
-
-    def join() -> None:
-        for event in done:
-            current.wait_event(event)
-
-    return [results[number] for number in range(len(tasks))], join
-
-
-def run_on_streams(
-    tasks: Sequence[Callable[[], torch.Tensor]], streams: Sequence[torch.cuda.Stream], device: torch.device
-) -> list[torch.Tensor]:
-    """The same, all waited for."""
-    results, join = start_on_streams(tasks, streams, device)
-    join()
-    return results
 
 
 _OWN_OPTIONS = frozenset(("aux_streams", "tp", "cp", "workspace", "topk_indices_buffer"))
@@ -750,9 +683,9 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         index_kv_score: torch.Tensor,
         m: DeepseekV4Metadata,
         caches: LayerCaches,
-        slots: bool,
-    ) -> torch.Tensor:
-        """`attention_front` of an indexer's layer behind its GEMMs, with q in place: top-k."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`attention_front` of an indexer's layer behind its GEMMs and before scores, with q in place: the indexer's
+        quantized queries and weights."""
         indexer, compressor = self.indexer, self.compressor
         assert indexer is not None
         assert compressor is not None
@@ -763,7 +696,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         assert caches.compressed is not None
         assert caches.indexer is not None
         assert caches.indexer_state is not None
-        codes, weights = fused_qkv_insert_compress_index(
+        return fused_qkv_insert_compress_index(
             q,
             kv,
             caches.swa.data,
@@ -800,7 +733,6 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             round_weights=True,
             use_pdl=self.options.use_pdl,
         )
-        return indexer.indexer_op(codes, weights, caches.indexer, m, slots)
 
     def _insert_and_compress(
         self, q: torch.Tensor, kv: torch.Tensor, kv_score: torch.Tensor, m: DeepseekV4Metadata, caches: LayerCaches
@@ -891,7 +823,8 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             assert kv_score is not None
             assert index_q is not None
             scores = index_q, index_weights, index_kv_score
-            return q, self._one_launch(unfinished, kv, kv_score, *scores, m, caches, slots), kv
+            scored = self._one_launch(unfinished, kv, kv_score, *scores, m, caches)
+            return q, indexer.indexer_op(*scored, cache, m, slots), kv
 
         def select() -> torch.Tensor:
             assert index_q is not None

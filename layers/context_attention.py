@@ -9,7 +9,7 @@ Collectives are on the stream of the step, in the same order on all ranks:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from .context import WIRES, ContextParallel
 from .context_step import ContextStep, DecodeShare, Exchange, PrefillShare
 from .indexer import step_columns
 from .metadata import DeepseekV4Metadata
+from .streams import run_on_streams
 
 if TYPE_CHECKING:
     from .attention import DeepseekV4MultiHeadLatentAttentionWrapper
@@ -41,6 +42,9 @@ RECORD_ALIGNMENT = 16
 
 Products = tuple[torch.Tensor | None, ...]
 """Rows of the hidden states' products: kv_score, the indexer's weights and its kv_score."""
+
+Scored = tuple[Any, torch.Tensor]
+"""The indexer's quantized queries and weights."""
 
 
 class ContextAttention:
@@ -217,19 +221,26 @@ class ContextAttention:
     # ---- decode rows
 
     def _decode(self, rows: Products, share: DecodeShare, caches: LayerCaches, out: torch.Tensor) -> None:
-        layer, m = self.layer, share.metadata
+        layer, m, table = self.layer, share.metadata, self.layer.rotary_emb.cos_sin_cache
         q, kv, index_q, kv_score, index_weights, index_kv_score = rows
         assert q is not None
         assert kv is not None
-        q = layer.mla_attn.insert(q, kv, caches, m, layer.rotary_emb.cos_sin_cache)
-        if kv_score is not None:
-            self._compress(kv_score, index_kv_score, m, caches)
-        scored: tuple[Any, torch.Tensor] | None = None
-        if layer.indexer is not None:
+        scored: Scored | None = None
+        if kv_score is None or not layer._is_one_launch(q, caches):
+            q = layer.mla_attn.insert(q, kv, caches, m, table)
+            if kv_score is not None:
+                self._compress(kv_score, index_kv_score, m, caches)
+            if layer.indexer is not None:
+                assert index_q is not None
+                assert index_weights is not None
+                scored = layer.indexer.quantize(index_q, index_weights, m.positions, table)
+        elif layer.indexer is None:
+            layer._insert_and_compress(q, kv, kv_score, m, caches)
+        else:
             assert index_q is not None
             assert index_weights is not None
-            table = layer.rotary_emb.cos_sin_cache
-            scored = layer.indexer.quantize(index_q, index_weights, m.positions, table)
+            assert index_kv_score is not None
+            scored = layer._one_launch(q, kv, kv_score, index_q, index_weights, index_kv_score, m, caches)
         if caches.compressed is not None and self.cp.is_sharded:
             self._decode_parts(q, scored, share, caches, out)
             return
@@ -243,7 +254,7 @@ class ContextAttention:
     def _decode_parts(
         self,
         q: torch.Tensor,
-        scored: tuple[Any, torch.Tensor] | None,
+        scored: Scored | None,
         share: DecodeShare,
         caches: LayerCaches,
         out: torch.Tensor,
@@ -251,7 +262,8 @@ class ContextAttention:
         """Attention over the rank's own entries for all heads, exchanged for that of all ranks' entries for its heads.
 
         A message to a rank is [heads, S]: of each head as many rows of 512 values as there are, their fp32 LSEs and
-        padding. The window is the part of the rank that has the heads, and stays there.
+        padding. The window is the part of the rank that has the heads, and stays there. Scores run beside the exchange
+        of queries, and the window beside that of keys, where there are streams for it.
         """
         cp, layer, m = self.cp, self.layer, share.metadata
         attention = layer.mla_attn
@@ -262,6 +274,7 @@ class ContextAttention:
         width = HEAD_DIM * rows + per_lse * round_up(rows, 4)
         sent = torch.empty(heads, width, dtype=wire, device=q.device)
         received = torch.empty(cp.parts + 1, per_rank, width, dtype=wire, device=q.device)
+        streams = layer._streams(rows, q.device)
 
         def views(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             """(results [..., b, s_q, h, 512], LSEs [..., b, h, s_q]) of [..., h, S]."""
@@ -270,34 +283,45 @@ class ContextAttention:
             lses = part.view(torch.float32)[..., first : first + rows].unflatten(-1, shape)
             return results.movedim(-4, -2), lses.movedim(-3, -2)
 
-        own = slice(None)
-        if cp.heads == "own":
-            own_q, q = q, self._all_heads(q)
-        else:
-            own = slice(cp.rank * per_rank, (cp.rank + 1) * per_rank)
-            own_q = q[:, own]
+        own = slice(None) if cp.heads == "own" else slice(cp.rank * per_rank, (cp.rank + 1) * per_rank)
+        own_q, swa = q[:, own], m.decode_swa_indices.view(*shape, -1)
         common: dict[str, Any] = {
             "softmax_scale": attention.scale,
             "kv_format": caches.swa.kv_format.id,
             "num_splits": 1 if cp.shards else attention.num_splits,
             "return_lse": False,
         }
-        result, lse = views(received[cp.parts])
-        sparse_mla_decode(
-            own_q.unflatten(0, shape),
-            caches.swa.data,
-            m.decode_swa_indices.view(*shape, -1),
-            topk_length=m.decode_swa_lens.view(shape),
-            out=result,
-            lse=lse,
-            **common,
-        )
-        empty = m.decode_swa_indices.view(*shape, -1)[..., :0]
-        for number, extra in enumerate(self._own_entries(scored, share, caches)):
+
+        def window() -> torch.Tensor:
+            result, lse = views(received[cp.parts])
+            lens = m.decode_swa_lens.view(shape)
+            whole = own_q.unflatten(0, shape)
+            sparse_mla_decode(whole, caches.swa.data, swa, topk_length=lens, out=result, lse=lse, **common)
+            return result
+
+        def entries() -> torch.Tensor:
             result, lse = views(sent)
-            sparse_mla_decode(q.unflatten(0, shape), caches.swa.data, empty, out=result, lse=lse, **common, **extra)
-            parts = received[number * cp.size : (number + 1) * cp.size]
-            cp.communicator.all_to_all(parts, sent.view(cp.size, per_rank, width))
+            for number, extra in enumerate(self._own_entries(keys, share, caches)):
+                whole = every_q.unflatten(0, shape)
+                sparse_mla_decode(whole, caches.swa.data, swa[..., :0], out=result, lse=lse, **common, **extra)
+                parts = received[number * cp.size : (number + 1) * cp.size]
+                cp.communicator.all_to_all(parts, sent.view(cp.size, per_rank, width))
+            return received
+
+        every_q, keys = q, None
+        tasks: list[Callable[[], torch.Tensor]] = []
+        if cp.heads == "own":
+            tasks.append(lambda: self._all_heads(q))
+        if layer.indexer is not None and not layer.indexer.indexer_op.sees_few(m):
+            assert scored is not None
+            query = scored
+            tasks.append(lambda: self._own_keys(query, share, caches))
+        done = run_on_streams(tasks, streams, q.device)
+        if cp.heads == "own":
+            every_q = done.pop(0)
+        if done:
+            (keys,) = done
+        run_on_streams([entries, window], streams, q.device)
         results, lses = views(received)
         sink = attention.attn_sink[own]
         if cp.heads == "own":
@@ -315,10 +339,9 @@ class ContextAttention:
         self.cp.communicator.all_gather(gathered, q.contiguous())
         return gathered.transpose(0, 1).flatten(1, 2)
 
-    def _own_entries(
-        self, scored: tuple[Any, torch.Tensor] | None, share: DecodeShare, caches: LayerCaches
-    ) -> list[dict[str, Any]]:
-        """Arguments of `sparse_mla_decode` that name the entries of each part on this rank, by their order."""
+    def _own_entries(self, keys: torch.Tensor | None, share: DecodeShare, caches: LayerCaches) -> list[dict[str, Any]]:
+        """Arguments of `sparse_mla_decode` that name the entries of each part on this rank, by their order. keys: of
+        `_own_keys`; None: all entries count."""
         cp, m, page = self.cp, share.metadata, KV_BLOCK_SIZE // self.ratio
         rows, shape = m.num_decode_tokens, m.decode_batch()
         assert caches.compressed is not None
@@ -334,17 +357,16 @@ class ContextAttention:
         op = indexer.indexer_op
         picks = op.topk_indices_buffer[:rows]
         found = []
-        if op.sees_few(m):
+        if keys is None:
             all_visible_entries(m.visible[:rows].view(shape), op.topk_tokens, out=picks)
             for table, lens in zip(share.tables, share.lens, strict=True):
                 slots = all_visible_entries(lens, op.topk_tokens, slot_block_table=table, slot_rows_per_page=page)
                 found.append((slots, lens))
         else:
-            assert scored is not None
-            keys = self._keys(scored, share, caches)
+            cp.communicator.all_gather(keys[: cp.size], keys[cp.size])
             for turn, table in enumerate(share.tables):
                 slots, lens = merge_top_k_keys(
-                    keys,
+                    keys[: cp.size],
                     out=picks if turn == 0 else None,
                     block_table=table,
                     rows_per_page=page,
@@ -357,8 +379,8 @@ class ContextAttention:
             for slots, lens in found
         ]
 
-    def _keys(self, scored: tuple[Any, torch.Tensor], share: DecodeShare, caches: LayerCaches) -> torch.Tensor:
-        """int64 [N, T, k]: of every rank the best keys among those that it has."""
+    def _own_keys(self, scored: Scored, share: DecodeShare, caches: LayerCaches) -> torch.Tensor:
+        """int64 [N + 1, T, k]: room for the best keys of every rank, and behind it this rank's own."""
         cp, m = self.cp, share.metadata
         indexer, (query, weights) = self.layer.indexer, scored
         assert indexer is not None
@@ -384,8 +406,7 @@ class ContextAttention:
         keys = torch.empty(cp.size + 1, rows, k, dtype=torch.int64, device=logits.device)
         page = KV_BLOCK_SIZE // self.ratio
         top_k_keys(logits, picks, entries_per_page=page, ranks=cp.size, rank=cp.rank, out=keys[cp.size])
-        cp.communicator.all_gather(keys[: cp.size], keys[cp.size])
-        return keys[: cp.size]
+        return keys
 
 
 def _slice(rows: Products, part: slice) -> Products:
