@@ -517,7 +517,6 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         if hidden_states.shape[0] > rows:
             out[rows:].zero_()
             hidden_states, out = hidden_states[:rows], out[:rows]
-        # collectives are no launches that could be kept
         if binds and not isinstance(metadata, ContextStep) and self._is_bindable(hidden_states, metadata):
             self._bound.run(
                 (bound_key(metadata), caches.addresses, self._weight_addresses(), *what),
@@ -535,9 +534,6 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         if not options.bind_steps or not m.num_tokens or options.aux_streams:
             return False
         if m.num_prefill_tokens > BOUND_PREFILL_MAX_TOKENS:
-            return False
-        # collectives are no launches that could be kept
-        if self.indexer is not None and self.indexer.indexer_op.shards(hidden_states.device, m):
             return False
         return BoundSteps.apply(hidden_states)
 

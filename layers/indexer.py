@@ -19,6 +19,7 @@ from cute_kernels.indexer.ops import (
 )
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.compile import call
 
 from .caches import KV_BLOCK_SIZE, CompressorStateCache, DeepseekV4IndexerCache
 from .compressor import DeepseekCompressor
@@ -104,7 +105,8 @@ class SparseAttnIndexer(nn.Module):
             return True
         arch = arch_of(device.index or 0) if device.type == "cuda" else ""
         requests, next_n = m.decode_batch() if m.num_decode_tokens else (0, 1)
-        entries = m.max_seq_len // self.compress_ratio
+        # a bound step's key tells no more of the lengths
+        entries = step_columns(m.max_seq_len // self.compress_ratio)
         return shards_rows(arch, self.tp.size, requests, m.num_prefill_tokens, entries, self.topk_tokens, next_n)
 
     def sees_few(self, m: DeepseekV4Metadata) -> bool:
@@ -173,12 +175,13 @@ class SparseAttnIndexer(nn.Module):
             self._decode(q, weights, cache, m, m.visible[:decodes], own[:mine], translation, slice(rank, None, size))
         if m.num_prefill_tokens:
             self._prefill(q, weights, cache, m, own[decode_places * next_n :], rank, size)
-        self.tp.communicator.all_gather(gathered, own)
+        device_index = out.get_device()
+        call(self.tp.communicator.all_gather, device_index, gathered, own)
         if decodes:
             by_request = gathered[:, : decode_places * next_n].unflatten(1, (decode_places, next_n))
-            _deal(by_request, out[:decodes].unflatten(0, (requests, next_n)))
+            call(_deal, device_index, by_request, out[:decodes].unflatten(0, (requests, next_n)))
         if prefill_places:
-            _deal(gathered[:, decode_places * next_n :], out[decodes:])
+            call(_deal, device_index, gathered[:, decode_places * next_n :], out[decodes:])
 
     def _decode(
         self,

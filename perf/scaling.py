@@ -243,7 +243,9 @@ def measured_rows() -> Iterator[list[str]]:
             step = decode(config, ratio, form, context, rows, 2)
         else:
             # one GPU is as many ranks
-            step = prefill(config, ratio, "pcp" if form == "one" else form, context, 1 if form == "one" else 2, rows)
+            step = prefill(
+                config, ratio, "pcp" if form in ("one", "pcp sharded") else form, context, 1 + (form != "one"), rows
+            )
         name = f"{cell['phase']} ratio {ratio}, {context // 1024}k, {rows} rows, {form}"
         yield [name, f"{cell['us']:.1f}", f"{step.us:.1f}", f"{step.us / cell['us']:.2f}"]
 
@@ -274,6 +276,9 @@ def draw(model: str, gpus: tuple[int, ...], path: Path) -> None:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_xticks(gpus, [str(count) for count in gpus])
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
+        axis.tick_params(labelsize=7, which="both")
         axis.set_xlabel("GPUs", fontsize=8)
         axis.legend(fontsize=7)
     figure.suptitle(f"{model} on H200s, by the model of perf/scaling.py: beyond two GPUs not measured", fontsize=10)
