@@ -19,6 +19,7 @@ from layer_runner.checks import (
     check_ranks_agree,
     check_ranks_result,
     check_repeatable,
+    check_shares,
     check_topk,
     check_untouched,
     digest,
@@ -149,6 +150,15 @@ def run_layer(
         held["caches"] = digest(
             [paged.live_bytes(name, n, r.length) for name in replicated for n, r in enumerate(requests)]
         )
+        if cp is not None and is_sharded:
+            shares = {
+                name: digest([paged.live_bytes(name, n, r.length) for n, r in enumerate(requests)])
+                for name in paged.by_name()
+                if name in SHARDED
+            }
+            gathered = ranks.gather(f"shares/{layer.layer_index}", [cp.rank, shares])
+            if whole is not None and device == "cpu" and shares:
+                checks.append(check_shares(gathered, whole[1], requests, cp.size))
         checks.append(check_ranks_agree(ranks.gather(f"digests/{layer.layer_index}", held)))
         exchanged = ranks.gather(f"exchanged/{layer.layer_index}", collectives(rows))
     if whole is not None:

@@ -82,6 +82,7 @@ def test_ranks_that_share_a_context(
     (layer,) = json.loads(path.read_text())["layers"]
     assert len(layer["exchanged"]) == ranks
     sharded = "replicated" not in arguments
+    assert ("PASS shared caches are one process's together" in printed.out) == sharded
     for rank in layer["exchanged"]:
         by_name = {row["collective"]: row for row in rank}
         assert ("all_to_all" in by_name) == sharded
