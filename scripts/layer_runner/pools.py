@@ -47,6 +47,9 @@ class Pools:
     context   the ranks among which the requests' entries may be shared out
     """
 
+    window: int | None = None
+    """Tokens of the window, of ranks that need no more of the window cache."""
+
     def __init__(
         self,
         config: DeepseekV4Config,
@@ -60,7 +63,8 @@ class Pools:
         context: ContextParallel | None = None,
     ) -> None:
         self.compress_ratio, self.reaches = compress_ratio, list(reaches)
-        self.window = config.sliding_window if context is not None else None
+        if context is not None:
+            self.window = config.sliding_window
         generator = torch.Generator().manual_seed(seed)
 
         def table(page_tokens: int, ranks: int = 1, rank: int = 0) -> tuple[torch.Tensor, int]:
