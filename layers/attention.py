@@ -348,6 +348,8 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             self.mla_attn.reserve(hidden_states.device)
             return self._profile(hidden_states)
         caches = self._check_call(check, positions, hidden_states, metadata, caches)
+        if capture is not None and self.context is not None:
+            check.fail("capture", "None with options.cp", "a dict", TypeError)
         out = torch.empty(hidden_states.shape, dtype=self.o_proj.wo_b.out_dtype, device=hidden_states.device)
 
         def body(hidden: torch.Tensor, result: torch.Tensor) -> None:

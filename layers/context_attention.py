@@ -55,6 +55,12 @@ class ContextAttention:
         options = layer.options
         if options.persist != "window" or options.keep_every:
             raise ValueError("AttentionOptions: cp: expected persist 'window' and keep_every 0")
+        tp = options.tp
+        if cp.heads == "own" and (tp.size % cp.size or tp.rank % cp.size != cp.rank):
+            raise ValueError(
+                f"ContextParallel: group: expected neighbours in the tensor-parallel group, got rank {cp.rank} of "
+                f"{cp.size} on its rank {tp.rank} of {tp.size}"
+            )
         if cp.is_sharded:
             if options.kv_cache != "fp8_ds_mla":
                 raise ValueError(f"AttentionOptions: cp: expected fp8_ds_mla caches to shard, got {options.kv_cache}")

@@ -19,8 +19,10 @@ from tests.scripts.runs import SCRIPT, run_script, status
 SHORT = ("--layer", 2, "--prefill", 70, "--batch", 2, "--decode", 2)
 
 
-def test_two_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str], thorough: bool) -> None:
     """The layer with an indexer, whose rows they divide."""
+    if not thorough:
+        pytest.skip("needs --thorough")
     path = tmp_path / "report.json"
     assert status("--tp", 2, "--tp-indexer", "rows", *SHORT, "--json", path) == 0
     printed = capfd.readouterr()
@@ -62,7 +64,7 @@ def test_sizes_that_do_not_fit_are_one_line(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("arguments", "ranks"),
     [
-        (("--tp", 2, "--cp", 2, "--layer", 2), 4),
+        (("--tp", 2, "--cp", 2, "--tp-indexer", "rows", "--layer", 2), 4),
         (("--cp", 2, "--cp-kv", "replicated", "--layer", 2), 2),
         (("--tp", 2, "--dcp", 2, "--layer", 3), 2),
     ],
@@ -80,11 +82,14 @@ def test_ranks_that_share_a_context(
     assert "FAIL" not in printed.out
     assert printed.out.count(f"PASS {ranks} ranks = one process") == 1
     (layer,) = json.loads(path.read_text())["layers"]
+    names = {check["name"] for check in layer["checks"] if check["passed"]}
+    assert {"all ranks hold the same bytes", "caches hold the bytes of one process"} <= names
     assert len(layer["exchanged"]) == ranks
     sharded = "replicated" not in arguments
     assert ("PASS shared caches are one process's together" in printed.out) == sharded
     for rank in layer["exchanged"]:
         by_name = {row["collective"]: row for row in rank}
+        assert all(row["seconds"] > 0 and row["over"] == "gloo" for row in rank)
         assert ("all_to_all" in by_name) == sharded
         if sharded:
             # of a head 512 values a row and LSEs for four, in fp32: steps of 1, 2 and 1 rows, from one other rank
