@@ -368,12 +368,12 @@ def fill_weights(layer: Any, seed: int) -> None:
             else:
                 data.fill_(2.0**exponent)
             continue
-        values = torch.randn(parameter.shape, generator=g, device=device, dtype=torch.float32)
+        if name == "attn_sink":  # of heads that fill up the rank's own there is none
+            data = data[: layer.n_local_heads]
+        values = torch.randn(data.shape, generator=g, device=device, dtype=torch.float32)
         if "norm" in name:
             values = 1 + 0.1 * values
-        elif name == "attn_sink":
-            values[layer.n_local_heads :] = -torch.inf
-        else:
+        elif name != "attn_sink":
             values *= 0.5 if name.endswith("ape") else columns**-0.5
         data.copy_(values)
     for module in layer.modules():
