@@ -174,7 +174,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="what the records say of an op; no GPU needed",
         description="Times of an op's cells and of its peers, from perf/results.",
     )
-    shown.add_argument("op", choices=sorted([*MODULES, "layer"]), metavar="OP", help="name of an op, or layer")
+    others = ("layer", "engines")
+    shown.add_argument("op", choices=sorted([*MODULES, *others]), metavar="OP", help="name of an op, layer or engines")
     shown.add_argument("case", nargs="?", metavar="CASE", help="cells whose name this regular expression finds (all)")
     shown.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="repository with the records (this one)")
 
@@ -475,7 +476,7 @@ def measure_engines(options: argparse.Namespace) -> int:
         ours, peer = cell["rows"]
         console.print(
             f"{cell['shape']['case']:34} {ours['us']:8.1f} us, {peer['name']} {peer['us']:8.1f}: "
-            f"{peer['us'] / ours['us']:.2f} times ours; apart {ours['us_apart']:.1f}, {peer['us_apart']:.1f}"
+            f"{peer['us'] / ours['us']:.2f} times ours"
         )
 
     try:
