@@ -472,7 +472,10 @@ def measure_engines(options: argparse.Namespace) -> int:
 
     console = _console()
 
-    def show(cell: dict[str, Any]) -> None:
+    def show(cell: dict[str, Any] | str) -> None:
+        if isinstance(cell, str):
+            console.print(escape(cell))
+            return
         ours, peer = cell["rows"]
         console.print(
             f"{cell['shape']['case']:34} {ours['us']:8.1f} us, {peer['name']} {peer['us']:8.1f}: "
