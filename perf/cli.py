@@ -465,6 +465,8 @@ def measure_engines(options: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():
         raise Refusal("there is no CUDA device here: nothing was measured")
+    if options.replays < LEAST_REPLAYS:
+        raise Refusal(f"--replays: expected at least {LEAST_REPLAYS}, got {options.replays}")
     from perf import ceilings, engine_layers, engines
     from perf.conditions import watch
     from perf.measure import cold_bytes, environment

@@ -258,13 +258,14 @@ def check(model: Any, pattern: str, say: Callable[[str], None]) -> int:
 
 
 def _drop(engine: Engine) -> None:
-    """Free what layers hold: the engine's context knows them by name."""
-    from vllm.v1.worker.workspace import unlock_workspace
+    """Free what layers hold, the engine's context knows them by name, and the scratch memory."""
+    from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
-    unlock_workspace()
     engine.config.compilation_config.static_forward_context.clear()
     engine.sides.clear()
     engine.builders.clear()
+    reset_workspace_manager()
+    init_workspace_manager(torch.device(engine.device))
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -372,11 +373,15 @@ def measure_cell(engine: Engine, case: Case, part: str, replays: int) -> dict[st
             call()
         measure.require_kernel(named[measure.OURS][0])
         timings = measure.time_graphs(named, work.bytes, replays, TARGET_US, flops_per_set=work.flops)
-    rows = [measure.row(name, timing, work, True) for name, timing in timings.items()]
-    for line in rows:
-        if line["us"] < HOST_US:
-            line["host"] = measure.host_cost(named[line["name"]])
-    shape = {"case": case.name(part), "T": batch.rows, "kind": case.kind, "tp": case.tp, "part": part, "group": part}
+        rows = [measure.row(name, timing, work, True) for name, timing in timings.items()]
+        for line in rows:
+            if line["us"] < HOST_US:
+                line["host"] = measure.host_cost(named[line["name"]])
+        ours, theirs = (measure.peak(named[name][0]) for name in (measure.OURS, PEER))
+    shape = {
+        "case": case.name(part), "T": batch.rows, "kind": case.kind, "tp": case.tp, "group": part,
+        "peak_bytes": ours, "peer_peak_bytes": theirs,
+    }  # fmt: skip
     return {
         "op": OP, "shape": shape, "bytes": work.bytes, "flops": work.flops, "products": "e4m3", "tensors": TENSORS,
         "rows": rows,
