@@ -3,11 +3,11 @@
 
 A cluster of two CTAs takes work tiles (params.TileScheduler): a split of a query row's KV, a head group. CTA r of it
 has columns 256 r ... 256 r + 255 of Q, K, V and O, so nothing is loaded, converted or multiplied twice; K and V are the
-same matrix, the dequantized rows. S = Q K^T needs both: the CTAs send each other their part of S, each does the softmax
-of half of the heads, and they send each other those rows of P. Where rows may be of unequal length (DecodeKey.dealt),
-all threads of a CTA first run planner.py, which decides on the cluster's work tiles. Warpgroups of a CTA:
+same matrix, the dequantized rows. S = Q K^T sums over the columns of both CTAs: they send each other their partial S,
+each does the softmax of half of the heads, and they send each other those rows of P. Where rows may be of unequal
+length (DecodeKey.dealt) all threads first run planner.py, which deals work tiles to clusters. Warpgroups of a CTA:
 
-    0, 1   QK and softmax, ping-pong    copy Q, S = Q K^T, exchange of S, softmax, exchange of P      QkSoftmax
+    0, 1   QK and softmax, ping-pong    copy Q, partial S, exchange of S, softmax, exchange of P      QkSoftmax
     2      PV and epilogue              O += P V, out                                                 PvEpilogue
     3, 4   dequantizers, ping-pong      fp8 -> bf16, K and V at once                                  Dequantizer
     5      producer                     indices -> rows, their copies                                 Producer
@@ -15,17 +15,28 @@ all threads of a CTA first run planner.py, which decides on the cluster's work t
     indices  gmem --> producer (index, then page and row of each key of a tile)
     rows     gmem --bulk copy--> fp8 ring [4 stages of 32 keys] --+--dequantizers--> KV ring [4 tiles, bf16, swizzled]
     scales   gmem --cp.async---> scale, same stages --------------+                     |                     |
-    Q        gmem --cp.async--> q --------------------------------------------wgmma--> S of 256 columns       |
-                                      other CTA <-- s_partial (its 8 of 16 heads) <--- |                      |
-                                                                                       v softmax              |
-                                      other CTA <-- p, factor -------------------------+                      |
-                                      own P  --> s_partial, factor --------------------+--> P in registers --wgmma--> O
-                                                                                                              |
-    out      gmem <--------------------------- by way of the last tile's KV stage ----------------------------+
+    Q        gmem --cp.async--> q -------------wgmma--> partial S [64 heads, 64 keys] of 256 of 512 columns   |
+                           other CTA <-- partial S of its heads, to s_partial <--- |                          |
+                                                                                   v + other's part, softmax  |
+                           other CTA <-- P, rescale factors of O, to p, factor <---+                          |
+                           the same to s_partial, whose S has been read, factor <--+--> P in registers --wgmma--> O
+    out      gmem <------------------------- through the memory of the last tile's KV stage <-----------------+
 
-A tile is 64 keys. Its 256 columns are cut into slabs of 64; a slab of a tile is [64 keys, 128 bytes] of bf16, in the
-layout of the 128-byte swizzle: 16-byte chunk c of row r lies at chunk c ^ (r % 8). perf/notes/decode.md has why,
-perf/log/decode.md what was tried.
+    barrier     full                                          empty                     waits for full, for empty
+    fp8         rows and scales of 32 keys, a tile's header   dequantizers loaded it    dequantizers, producer
+    kv          dequantizers stored a tile                    PV is done with it        softmax, dequantizers
+    p           P, factors and target of both CTAs' softmax   PV of both CTAs is done   PV, softmax before it sends S
+    s_partial   the other CTA's partial S                     none: p's                 softmax
+    q           a work tile's queries                         q_done: its last Q K^T    softmax, softmax
+    row_max     a tile's running maxima (row_sum: sums), for which the softmax warpgroups take turns, warp by warp
+
+s_partial[i] is written by the other CTA (partial S of tile t), then by this one (P of tile t), which PV reads: S of
+tile t + 2 may come when PV of tile t is done, which is p.empty of the same parity, of both CTAs. Headers need no empty:
+that of tile t is written over by tile t + 8, and at most 6 tiles are on their way, 2 in the fp8 ring and 4 in the KV
+ring, as dequantizers wait for a free stage of the latter before they release one of the former.
+
+A tile is 64 keys, and of 256 columns four slabs: [64 keys, 128 bytes] of bf16, in the layout of the 128-byte swizzle:
+16-byte chunk c of row r lies at chunk c ^ (r % 8). perf/notes/decode.md has why, perf/log/decode.md what was tried.
 """
 
 from __future__ import annotations
@@ -189,19 +200,7 @@ def smem_bytes() -> int:
 
 @dataclass(frozen=True)
 class Bars:
-    """Two CTAs' mbarriers, and what completes their phases.
-
-    fp8         full: all bytes of 32 keys' rows and scales, and the tile's header are there. empty: dequantizer
-                warps have loaded them
-    kv          full: dequantizer warps have stored a tile. empty: PV warps are done with it
-    p           full: softmax warps have stored their rows of P and their factors, and all bytes of the other CTA's are
-                there. empty: both CTAs' PV warps are done with them
-    s_partial   of each softmax warpgroup: all bytes of the other CTA's part of S are there
-    q           a work tile's queries are there
-    q_done      of each softmax warp: a work tile's last Q K^T is done, and another work tile follows
-    row_max     of each softmax warp: the running maxima are a tile's
-    row_sum     of each softmax warp: the running sums are a tile's
-    """
+    """A CTA's mbarriers: the table above. s_partial: of each softmax warpgroup; the last three: of each warp of it."""
 
     fp8: barriers.Ring
     kv: barriers.Ring
