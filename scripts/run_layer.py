@@ -84,6 +84,7 @@ from cute_kernels.layers.config import read_json
 from cute_kernels.layers.context import KV_FORMS
 from cute_kernels.layers.mla import PREFILL_FORMS
 from cute_kernels.layers.parallel import INDEXER_FORMS
+from cute_kernels.layers.v41_caches import V41_KV_CACHES
 from cute_kernels.layers.v41_config import is_v41
 from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
@@ -163,7 +164,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
 
     form = parser.add_argument_group("layer options")
-    form.add_argument("--kv-cache", choices=tuple(KV_CACHES), default="fp8_ds_mla", help="cache format (fp8_ds_mla)")
+    form.add_argument(
+        "--kv-cache", choices=tuple(KV_CACHES | V41_KV_CACHES), default="fp8_ds_mla",
+        help="cache format, of V4.1 of windows and entries (fp8_ds_mla)",
+    )  # fmt: skip
     form.add_argument("--index-cache", choices=tuple(INDEX_CACHES), default="fp8", help="indexer key format (fp8)")
     form.add_argument("--index-hadamard", action="store_true", help="rotate indexer queries and keys")
     form.add_argument(
@@ -254,13 +258,15 @@ def read_config(args: argparse.Namespace) -> DeepseekV4Config | DeepseekV41Confi
             ("--tp", args.tp > 1),
             ("--cp", args.cp > 1),
             ("--wo-a", args.wo_a is not None),
-            ("--kv-cache", args.kv_cache != "fp8_ds_mla"),
+            ("--kv-cache", args.kv_cache not in V41_KV_CACHES),
             ("--index-hadamard", args.index_hadamard),
             ("--prefill-form", args.prefill_form != "gathered"),
             ("--dump", args.dump is not None),
         ):
             if refused:
                 raise InputError(f"{flag}: layers of V4.1 do not take it")
+    elif args.kv_cache not in KV_CACHES:
+        raise InputError("--kv-cache: V4.1's own records are for its layers")
     elif config.o_groups % args.tp:
         raise InputError(f"--tp: expected a divisor of the {config.o_groups} output groups, got {args.tp}")
     else:
@@ -364,6 +370,7 @@ def make_v41_layer(
     else:
         tensors = random_v41_layer_tensors(config, index, args.seed)
     options = V41Options(
+        kv_cache=args.kv_cache,
         index_cache=args.index_cache,
         max_model_len=max(request.reach for request in requests),
         max_num_tokens=max_rows(requests, args.chunk),
