@@ -3,7 +3,7 @@
 
     op       kernel                           arch              heads          caches        rows, and what else
     decode   hopper/decode                    sm_90a            17 and more    fp8_ds_mla
-                                                                9 to 16                      few rows, below
+                                                                1 to 16                      few rows, below
              mma_sync/decode_small_heads      sm_90a            1 to 16        fp8_ds_mla    all others
                                               sm_100a, sm_103a                               blackwell/ may not run
              blackwell/decode                 sm_100a, sm_103a  1 to 64        fp8_ds_mla    gathered, trusted
@@ -29,7 +29,7 @@ Gathered, mapped: what Blackwell's copies can address (`ungathered`, `unmapped`)
 `is_countable`. Results as codes and raw queries (q_norm, not for 16 heads or fewer) are variants of hopper/'s kernels
 and of mma_sync/decode_small_heads on sm_90a, with fp8_ds_mla caches where there are formats.
 
-Few rows: with 9 to 16 heads Hopper's decode takes a call if `num_splits` and `split_tokens` are 0 and 2 x rows <=
+Few rows: with up to 16 heads Hopper's decode takes a call if `num_splits` and `split_tokens` are 0 and 2 x rows <=
 multiprocessors (66 rows on an H100), as it is faster then; with more rows the other is. The threshold is in
 `of_decode`; fixing the split always takes decode_small_heads.
 """
@@ -77,8 +77,11 @@ SMALL_HEADS = (8, 16)
 MOST_NORMED_HEADS = SMALL_HEADS[-1]
 """No kernel for that many heads or fewer takes raw queries."""
 
-FEW_ROWS_HEADS = (16,)
+FEW_ROWS_HEADS = (8, 16)
 """Those of which Hopper's decode takes calls with few rows."""
+
+LEAST_HOPPER_HEADS = 16
+"""Of a work tile of Hopper's decode: with fewer, some are masked."""
 
 PREFILL_PAIR_ARCHS: tuple[str, ...] = ()
 """Where more than 64 heads take prefill_2cta: nowhere, until a GPU has run it."""
@@ -118,7 +121,7 @@ def decode_key(
     if is_fp8 and arch in SMALL_HEADS_ARCHS and heads_of_group(heads) in SMALL_HEADS and not is_hoppers:
         return SmallHeadsDecodeKey(arch, heads_of_group(heads), extra, out_fp32)
     if is_fp8 and arch == HOPPER:
-        return DecodeKey(arch, heads_of_group(heads), extra, out_fp32)
+        return DecodeKey(arch, max(heads_of_group(heads), LEAST_HOPPER_HEADS), extra, out_fp32)
     return PortableDecodeKey(arch, heads_of_group(heads), format0, extra, format1, out_fp32)
 
 

@@ -49,6 +49,7 @@ from cute_kernels.dsl.tensor import length
 from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair
 from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.kv_cache.query_norm import inverse_rms
+from cute_kernels.sparse_mla.early import prefetch_first
 from cute_kernels.sparse_mla.hopper.planner import THREADS, Planner
 from cute_kernels.sparse_mla.kernel_args import DecodeArgs, DecodeKernelKey, fake_decode
 from cute_kernels.sparse_mla.params import (
@@ -910,8 +911,7 @@ OWN_ROWS = 16
 class PvEpilogue:
     """The PV and epilogue warpgroup: O += P V, and the results of a work tile.
 
-    Numbers that cost a register while the mainloop runs are computed anew: it has none to spare (pv_thread,
-    ptx.rank_again).
+    Numbers that cost a register while the mainloop runs are computed anew (pv_thread, ptx.rank_again).
 
     v   [64 keys, 256, stages]
     """
@@ -1061,7 +1061,7 @@ class DecodeKernel:
             args.output()._replace(sink=None, tokens=None),
             args.sink,
             args.scale_log2,
-            *(cute.fast_divmod_create_divisor_v2(number) for number in (length(q, 1), head_groups, args.splits)),
+            tuple(cute.fast_divmod_create_divisor_v2(number) for number in (head_groups, args.splits, length(q, 1))),
             args.split_tiles,
             work_tiles,
             (*qk, pv),
@@ -1085,9 +1085,7 @@ class DecodeKernel:
         out: Output,
         sink: Int64,
         scale_log2: Float32,
-        tokens: Any,
-        head_groups: Any,
-        splits: Any,
+        divisors: tuple[Any, Any, Any],
         split_tiles: Int32,
         work_tiles: Int32,
         mma: tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma],
@@ -1117,15 +1115,17 @@ class DecodeKernel:
         for start, size in ((smem.p, parts["p"] + parts["s_partial"]), (smem.factor, parts["factor"])):
             for i in cutlass.range(thread * 16, size, 16 * THREADS, unroll=1):
                 ptx.store_shared_128(start + i, [Int32(0)] * 4)
+        config, dealt = self.config, smem.dealt if const_expr(self.config.dealt) else None
+        scheduler = TileScheduler(cta // CLUSTER, work_tiles, ctas // CLUSTER, *divisors, split_tiles, dealt)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
+        lists, caches = (sources.indices, sources.extra_indices), (sources.cache, sources.extra_cache)
+        is_idle = (group == FIRST_PV_THREAD // 128) & (rank == 0)
+        prefetch_first(scheduler, lists, caches, config.second, thread % 128, is_idle)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         for one in mma[1:]:
             wgmma.accumulate(one)
-        config, divisors = self.config, (head_groups, splits, tokens)
-        dealt = smem.dealt if const_expr(config.dealt) else None
-        scheduler = TileScheduler(cta // CLUSTER, work_tiles, ctas // CLUSTER, *divisors, split_tiles, dealt)
         if const_expr(config.dealt):
             planner = Planner(config.heads, config.second, smem.fp8, dealt, rank, scheduler, sources, out, thread)
             if planner.has_room():
