@@ -227,6 +227,16 @@ def test_rows_choose_the_kernel_where_they_choose_the_split(gpu: Launches) -> No
         for heads, (rows, kind) in itertools.product((8, 16), ((few, few_kind), (few + 1, SmallHeadsDecodeKey))):
             gpu.run(**of_rows(rows, heads), **splits)
             assert isinstance(gpu.decodes[-1][0], kind)
+    # more than four tiles of 8 heads: half as many rows, which are split
+    for heads, rows, columns, kind in (
+        (8, few // 2, 257, DecodeKey),
+        (8, few // 2 + 1, 257, SmallHeadsDecodeKey),
+        (8, few, 256, DecodeKey),
+        (16, few, 257, DecodeKey),
+    ):
+        indices = torch.zeros(rows, 1, columns, dtype=torch.int32)
+        gpu.run(**{**of_rows(rows, heads), "indices": indices, "workspace": room})
+        assert isinstance(gpu.decodes[-1][0], kind)
 
 
 def of_rows(rows: int, heads: int) -> dict[str, Any]:
