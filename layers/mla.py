@@ -38,7 +38,7 @@ PREFILL_CHUNK_SIZE = 4
 
 
 LEAST_QUANTIZED_HEADS = 64
-"""In prefill, kernels for fewer heads, which are faster there, leave rotation and quantization of the output to a launch
+"""Prefill's kernels for fewer heads, which are faster there, leave rotation and quantization of the output to a launch
 behind."""
 
 LEAST_QUANTIZED_ROWS = 33
