@@ -86,18 +86,18 @@ def bf16_product(
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
 
     def product() -> torch.Tensor:
-        call(_multiply_into, x.get_device(), x, weight, out)
+        call(_multiply_into, x.get_device(), x, weight.t(), out)
         return out
 
     return _recorded(label, x, weight, out_dtype, product)
 
 
-def _multiply_into(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """out [T, out] = x @ weight^T by cuBLAS, accumulated in fp32."""
+def _multiply_into(x: torch.Tensor, columns: torch.Tensor, out: torch.Tensor) -> None:
+    """out [T, out] = x @ columns [in, out] by cuBLAS, accumulated in fp32."""
     if out.dtype == x.dtype:
-        torch.mm(x, weight.t(), out=out)
+        torch.mm(x, columns, out=out)
     else:
-        torch.ops.aten.mm.dtype_out(x, weight.t(), out.dtype, out=out)
+        torch.ops.aten.mm.dtype_out(x, columns, out.dtype, out=out)
 
 
 def _recorded(

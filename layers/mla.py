@@ -38,7 +38,15 @@ PREFILL_CHUNK_SIZE = 4
 
 
 LEAST_QUANTIZED_HEADS = 64
-"""Kernels for fewer heads, which are faster there, leave rotation and quantization of the output to a launch behind."""
+"""Prefill's kernels for fewer heads, which are faster there, leave rotation and quantization of the output to a launch
+behind."""
+
+LEAST_QUANTIZED_ROWS = 33
+"""In decode, of so few heads and of a window alone, fewer rows do so, too: 8 heads of 1 and 8 rows, 25.6 and 25.7 us a
+layer so, 26.9 otherwise; of 64 rows 33.4 and 31.6 (H200)."""
+
+LEAST_RAW_HEADS = 17
+"""Decode's kernel for fewer heads and many rows takes no raw queries."""
 
 LEAST_RAW_C128A_HEADS = 128
 """The launch that norms and rotates queries of a decode step also compresses, where the ratio is 128, and takes about
@@ -238,13 +246,17 @@ class DeepseekV4MLAAttention(nn.Module):
         if not self.quantizes(device, m):
             return False
         if not m.num_prefill_tokens:
-            return self.compress_ratio != 128 or self.num_heads >= LEAST_RAW_C128A_HEADS
+            return self.num_heads >= (LEAST_RAW_C128A_HEADS if self.compress_ratio == 128 else LEAST_RAW_HEADS)
         return self._form(device, m) == "gathered"
 
     def quantizes(self, device: torch.device, m: DeepseekV4Metadata) -> bool:
         """Whether one attention kernel writes all rows of a step, and can write them as the output projection reads
         them."""
-        if device.type != "cuda" or arch_of(device.index) != "sm_90a" or self.num_heads < LEAST_QUANTIZED_HEADS:
+        if device.type != "cuda" or arch_of(device.index) != "sm_90a":
+            return False
+        if self.num_heads < LEAST_QUANTIZED_HEADS and (
+            m.num_prefill_tokens or (self.compress_ratio == 1 and m.num_decode_tokens < LEAST_QUANTIZED_ROWS)
+        ):
             return False
         if not m.num_decode_tokens and self._form(device, m) == "gathered":
             return m.num_prefills <= PREFILL_CHUNK_SIZE

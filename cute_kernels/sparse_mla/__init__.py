@@ -11,7 +11,7 @@ schedule.py            how many splits a row has; selection.py: which rows an in
 verify_cases.py        calls that the kernels are verified with
 
 params.py              what kernels share: query, caches, lists, output, logits, work tiles, running maxima
-quant_output.py        results as codes
+quant_output.py        results as codes; early.py: what decode asks L2 for before the kernel ahead has ended
 hopper/                wgmma: decode.py, planner.py (which cluster of decode takes what), prefill.py, prefill_mixed.py,
                        prefill_paged.py, prefill_paged_cluster.py (few query rows: split), prefill_swap_ab.py (up to 16
                        heads; mixed, too), index_loader.py, prefill_softmax.py (what prefill kernels share)

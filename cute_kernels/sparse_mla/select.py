@@ -3,7 +3,7 @@
 
     op       kernel                           arch              heads          caches        rows, and what else
     decode   hopper/decode                    sm_90a            17 and more    fp8_ds_mla
-                                                                9 to 16                      few rows, below
+                                                                1 to 16                      few rows, below
              hopper/decode_swap_ab            sm_90a            1 to 16        V4.1's        whole, no block table
              hopper/decode                    sm_90a            all            V4.1's        all others, no block table
              mma_sync/decode_small_heads      sm_90a            1 to 16        fp8_ds_mla    all others
@@ -33,10 +33,10 @@ trusted: runtime.trust; countable: `is_countable`. Results as codes and raw quer
 are variants of hopper/'s kernels and of mma_sync/decode_small_heads on sm_90a, with fp8_ds_mla caches, or in decode
 V4.1's, where there are formats; decode_swap_ab has none.
 
-Few rows: with 9 to 16 heads, over V4.1's records with 1 to 16, Hopper's decode takes a call if `num_splits` and
-`split_tokens` are 0 and 2 x rows <= multiprocessors (66 rows on an H100), as it is faster then; with more rows the
-other is. The threshold is in `of_decode`; fixing the split always takes decode_small_heads, or decode_swap_ab if it is
-one.
+Few rows: with up to 16 heads Hopper's decode takes a call if `num_splits` and `split_tokens` are 0 and 2 x rows <=
+multiprocessors (66 rows on an H100), as it is faster then; with more rows the other is. With up to 8 heads and long
+lists of fp8_ds_mla that holds for half as many, which it splits (`has_few_rows`). Fixing the split always takes
+decode_small_heads, or decode_swap_ab if it is one.
 """
 
 from __future__ import annotations
@@ -83,13 +83,17 @@ SMALL_HEADS = (8, 16)
 MOST_NORMED_HEADS = SMALL_HEADS[-1]
 """No kernel for that many heads or fewer takes raw queries."""
 
-FEW_ROWS_HEADS = (16,)
+FEW_ROWS_HEADS = (8, 16)
 """Those of which Hopper's decode takes calls with few rows."""
 
 V41_FORMATS = (MXFP8_V41.id, NVFP4_V41.id)
 
 LEAST_HOPPER_HEADS = 16
-"""Heads of a work tile of Hopper's decode, at least."""
+"""Of a work tile of Hopper's decode: with fewer, some are masked."""
+
+MOST_WHOLE_TILES = 4
+"""KV tiles of a row of 8 heads that Hopper's decode need not split to be faster. On an H200 with 8 heads, us a layer:
+10 tiles, 64 rows 67.5 by it and 66.7 by the other, 8 rows 44.7 and 48.1; 3 tiles, 64 rows 43.7 and 45.1."""
 
 PREFILL_PAIR_ARCHS: tuple[str, ...] = ()
 """Where more than 64 heads take prefill_2cta: nowhere, until a GPU has run it."""
@@ -113,23 +117,23 @@ def decode_key(
     out_fp32: bool,
     format0: str,
     format1: str,
-    has_few_rows: bool = False,
+    is_few_rows: bool = False,
     own: str = "",
 ) -> DecodeKernelKey:
     """The kernel for so many heads, caches of these formats and an extra list of that kind ("none", "listed", "dense").
 
     format1        format0 if there is no extra list
-    has_few_rows   whether the call leaves the split to the op, and has no more rows than Hopper's kernel takes at once
+    is_few_rows    what has_few_rows says of the call
     own            name of the one of `own_decode_kernels` that runs, or ""
     """
     is_fp8 = format0 == format1 == FP8_DS_MLA.id
     if is_fp8 and own:
         return OWN_DECODE[own](arch, extra, out_fp32)
-    is_hoppers = has_few_rows and arch == HOPPER and heads_of_group(heads) in FEW_ROWS_HEADS
+    is_hoppers = is_few_rows and arch == HOPPER and heads_of_group(heads) in FEW_ROWS_HEADS
     if is_fp8 and arch in SMALL_HEADS_ARCHS and heads_of_group(heads) in SMALL_HEADS and not is_hoppers:
         return SmallHeadsDecodeKey(arch, heads_of_group(heads), extra, out_fp32)
     if is_fp8 and arch == HOPPER:
-        return DecodeKey(arch, heads_of_group(heads), extra, out_fp32)
+        return DecodeKey(arch, max(heads_of_group(heads), LEAST_HOPPER_HEADS), extra, out_fp32)
     if is_v41((format0, format1)):
         tile_heads = max(heads_of_group(heads), LEAST_HOPPER_HEADS)
         return DecodeKey(arch, tile_heads, extra, out_fp32, format0=format0, format1=format1)
@@ -197,15 +201,24 @@ def of_decode(call: DecodeCall, out_fp32: bool = False) -> DecodeKernelKey:
     """The kernel of a call, but for its variant; out_fp32: whether its results are."""
     index = call.q.device.index
     arch = arch_of(index)
-    is_split_fixed = call.num_splits != 0 or call.split_tokens != 0
-    has_few_rows = not is_split_fixed and call.rows * DecodeKey.ctas_per_work_tile <= multiprocessors(index)
     heads, owns = call.q.shape[2], own_decode_kernels(arch, call.q.shape[2])
     if owns and why_not_own_decode(call):
         owns = ()
-    if not out_fp32 and not has_few_rows and takes_swap_ab(call):
+    is_few_rows = has_few_rows(call, multiprocessors(index))
+    if not out_fp32 and not is_few_rows and takes_swap_ab(call):
         return DecodeSwapAbKey(arch, heads_of_group(heads), call.extra, *call.formats)
     own = next((own for own in owns if trust.is_trusted("sparse_mla_decode", own, index)), "")
-    return decode_key(arch, heads, call.extra, out_fp32, *call.formats, has_few_rows, own)
+    return decode_key(arch, heads, call.extra, out_fp32, *call.formats, is_few_rows, own)
+
+
+def has_few_rows(call: DecodeCall, sms: int) -> bool:
+    """Whether a call leaves the split to the op, and has no more rows than Hopper's decode takes at once: of 8 heads
+    and many KV tiles, in two splits each."""
+    if call.num_splits or call.split_tokens:
+        return False
+    is_eight = heads_of_group(call.q.shape[2]) == SMALL_HEADS[0] and set(call.formats) == {FP8_DS_MLA.id}
+    is_split = is_eight and call.max_tiles > MOST_WHOLE_TILES
+    return call.rows * DecodeKey.ctas_per_work_tile * (1 + is_split) <= sms
 
 
 def why_not_own_decode(call: DecodeCall) -> str:

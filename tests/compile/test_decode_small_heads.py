@@ -115,6 +115,6 @@ def test_it_is_chosen_by_heads_formats_and_architecture() -> None:
     ):
         key = select.decode_key(arch, heads, "listed", False, FP8, other)
         assert isinstance(key, SmallHeadsDecodeKey) == is_small
-    for arch, heads, is_small in (("sm_90a", 8, True), ("sm_90a", 9, False), ("sm_100a", 9, True)):
+    for arch, heads, is_small in (("sm_90a", 8, False), ("sm_90a", 16, False), ("sm_100a", 9, True)):
         key = select.decode_key(arch, heads, "listed", False, FP8, FP8, True)
         assert isinstance(key, SmallHeadsDecodeKey) == is_small

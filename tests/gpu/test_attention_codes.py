@@ -131,6 +131,8 @@ DECODES = [
     (8, 1, "dense", 5, 1, {"num_splits": 2}),
     (3, 1, "none", 1, 1, {"num_splits": 2}),
     (64, 8, "none", 150, 1, {"num_splits": 1}),
+    (8, 1, "none", 60, 1, {}),
+    (5, 1, "listed", 5, 1, {}),
 ]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from layers import BlockTables, DeepseekV4Metadata, DeepseekV4MetadataBuilder
 from layers import bound as bound_module
-from layers.bound import BoundStep, bound_key
+from layers.bound import BoundStep, bound_key, hold_tensors
 from tests.layers.engine import CONFIG, KINDS
 
 MAX_TOKENS, MAX_LEN = 64, 4096
@@ -196,6 +196,25 @@ def test_arguments_that_are_views_are_made_anew() -> None:
                     )  # fmt: skip
                 elif not isinstance(expected, torch.Tensor):
                     assert mine == expected
+
+
+def test_held_tensors_are_what_they_were() -> None:
+    """A kernel sees the same memory, and one argument is left that says on which stream to launch."""
+    tvm_ffi = pytest.importorskip("tvm_ffi")
+    codes = torch.zeros(4, 8, dtype=torch.float8_e4m3fn)
+    tensors = [torch.arange(24.0).view(4, 6)[1:, ::2], codes, torch.zeros(3, 0), torch.ones(2).bfloat16()]
+    arguments = [7, *tensors]
+    for changing, kept in (((), [1]), ((2,), [2]), ((1, 4), [1, 4])):
+        held = list(arguments)
+        hold_tensors(held, changing)
+        assert [i for i, value in enumerate(held) if isinstance(value, torch.Tensor)] == kept
+        for value, before in zip(held, arguments, strict=True):
+            if value is not before:
+                assert isinstance(value, tvm_ffi.Tensor)
+                got = torch.from_dlpack(value)
+                assert (got.data_ptr(), got.dtype, got.shape) == (before.data_ptr(), before.dtype, before.shape)
+                assert before.numel() == 0 or got.stride() == before.stride()
+        assert held[0] == 7
 
 
 def test_a_prefill_step_that_failed_was_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     for module in (mla, output):
         monkeypatch.setattr(module, "arch_of", lambda index: "sm_90a")
     monkeypatch.setattr(mla, "LEAST_QUANTIZED_HEADS", 1)
+    monkeypatch.setattr(mla, "LEAST_RAW_HEADS", 1)
     monkeypatch.setattr(mla, "LEAST_RAW_C128A_HEADS", 1)
     monkeypatch.setattr(attention, "LEAST_RAW_ROWS", 4)
     monkeypatch.setattr(attention, "LEAST_RAW_DECODE_ROWS", 2)

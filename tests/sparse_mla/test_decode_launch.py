@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -70,8 +71,8 @@ DENSE = {"extra_indices": None, "extra_topk_length": None}
 def test_one_part_goes_straight_to_the_callers_results(gpu: Launches) -> None:
     args = gpu.run()
     ((key, given),) = gpu.decodes
-    assert isinstance(key, SmallHeadsDecodeKey)
-    assert (key.arch, key.second, key.out_fp32) == ("sm_90a", "listed", False)
+    assert isinstance(key, DecodeKey)
+    assert (key.arch, key.heads, key.second, key.out_fp32) == ("sm_90a", 16, "listed", False)
     assert gpu.merges == []
     assert [given[n] is args[m] for n, m in (("q", "q"), ("cache0", "k_cache"), ("list0", "indices"))] == [True] * 3
     assert given["cache1"] is args["extra_k_cache"]
@@ -85,7 +86,7 @@ def test_one_part_goes_straight_to_the_callers_results(gpu: Launches) -> None:
     assert (given["len1"], given["len1_batch"], given["len1_token"]) == (extra.data_ptr(), 1, 1)
     assert given["sink"] == args["attn_sink"].data_ptr()
     assert given["scale_log2"] == pytest.approx(512**-0.5 / math.log(2))
-    assert (given["parts"], given["part_tiles"], given["ctas"]) == (1, 0, 2 * SMS), "two blocks of a multiprocessor"
+    assert (given["parts"], given["part_tiles"], given["ctas"]) == (1, 0, SMS), "a CTA of each multiprocessor"
 
 
 def test_no_second_list(gpu: Launches) -> None:
@@ -193,8 +194,8 @@ def test_hoppers_kernel_takes_no_other_caches_and_architectures(monkeypatch: pyt
 
 
 def test_many_heads_are_for_hoppers_kernel(gpu: Launches) -> None:
-    for heads, kind in ((8, SmallHeadsDecodeKey), (9, DecodeKey), (17, DecodeKey), (65, DecodeKey)):
-        gpu.run(**of_rows(2, heads))
+    for rows, heads, kind in ((67, 16, SmallHeadsDecodeKey), (67, 17, DecodeKey), (2, 65, DecodeKey)):
+        gpu.run(**of_rows(rows, heads))
         key, given = gpu.decodes[-1]
         assert isinstance(key, kind)
         assert given["ctas"] == SMS * key.ctas_per_sm
@@ -285,9 +286,19 @@ def test_rows_choose_the_kernel_where_they_choose_the_split(gpu: Launches) -> No
         ({"num_splits": 1}, SmallHeadsDecodeKey),
         ({"split_tokens": 64, "workspace": room}, SmallHeadsDecodeKey),
     ):
-        for rows, kind in ((few, few_kind), (few + 1, SmallHeadsDecodeKey)):
-            gpu.run(**of_rows(rows, 16), **splits)
+        for heads, (rows, kind) in itertools.product((8, 16), ((few, few_kind), (few + 1, SmallHeadsDecodeKey))):
+            gpu.run(**of_rows(rows, heads), **splits)
             assert isinstance(gpu.decodes[-1][0], kind)
+    # more than four tiles of 8 heads: half as many rows, which are split
+    for heads, rows, columns, kind in (
+        (8, few // 2, 257, DecodeKey),
+        (8, few // 2 + 1, 257, SmallHeadsDecodeKey),
+        (8, few, 256, DecodeKey),
+        (16, few, 257, DecodeKey),
+    ):
+        indices = torch.zeros(rows, 1, columns, dtype=torch.int32)
+        gpu.run(**{**of_rows(rows, heads), "indices": indices, "workspace": room})
+        assert isinstance(gpu.decodes[-1][0], kind)
 
 
 def of_rows(rows: int, heads: int) -> dict[str, Any]:

@@ -38,8 +38,8 @@ dequantizers wait for a free stage of the latter before they release one of the 
 
 Scales of V4.1's own records lie behind their columns in the fp8 ring. A tile is 64 keys, and of 256 columns four slabs:
 [64 keys, 128 bytes] of bf16, in the layout of the 128-byte swizzle: 16-byte chunk c of row r lies at chunk c ^ (r % 8).
-Geometry, shared memory and barriers are in decode_smem.py, the dequantizers in decode_dequantize.py. perf/notes has why
-and perf/log what was tried: decode.md.
+Geometry, shared memory and barriers are in decode_smem.py, the dequantizers in decode_dequantize.py. perf/notes has
+why, perf/log what was tried: decode.md.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ from cute_kernels.dsl.tensor import length
 from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair
 from cute_kernels.formats import FP8_DS_MLA, NVFP4_V41
 from cute_kernels.kv_cache.query_norm import inverse_rms
+from cute_kernels.sparse_mla.early import prefetch_first
 from cute_kernels.sparse_mla.hopper.decode_dequantize import E2M1_SHIFT, Dequantizer
 from cute_kernels.sparse_mla.hopper.decode_smem import (
     CLUSTER,
@@ -700,8 +701,7 @@ OWN_ROWS = 16
 class PvEpilogue:
     """The PV and epilogue warpgroup: O += P V, and the results of a work tile.
 
-    Numbers that cost a register while the mainloop runs are computed anew: it has none to spare (pv_thread,
-    ptx.rank_again).
+    Numbers that cost a register while the mainloop runs are computed anew (pv_thread, ptx.rank_again).
 
     v   [64 keys, 256, stages]
     """
@@ -851,7 +851,7 @@ class DecodeKernel:
             args.output()._replace(sink=None, tokens=None),
             args.sink,
             args.scale_log2,
-            *(cute.fast_divmod_create_divisor_v2(number) for number in (length(q, 1), head_groups, args.splits)),
+            tuple(cute.fast_divmod_create_divisor_v2(number) for number in (head_groups, args.splits, length(q, 1))),
             args.split_tiles,
             work_tiles,
             (*qk, pv),
@@ -875,9 +875,7 @@ class DecodeKernel:
         out: Output,
         sink: Int64,
         scale_log2: Float32,
-        tokens: Any,
-        head_groups: Any,
-        splits: Any,
+        divisors: tuple[Any, Any, Any],
         split_tiles: Int32,
         work_tiles: Int32,
         mma: tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma],
@@ -907,15 +905,18 @@ class DecodeKernel:
         for start, size in ((smem.p, parts["p"] + parts["s_partial"]), (smem.factor, parts["factor"])):
             for i in cutlass.range(thread * 16, size, 16 * THREADS, unroll=1):
                 ptx.store_shared_128(start + i, [Int32(0)] * 4)
+        config, dealt = self.config, smem.dealt if const_expr(self.config.dealt) else None
+        scheduler = TileScheduler(cta // CLUSTER, work_tiles, ctas // CLUSTER, *divisors, split_tiles, dealt)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
+        if const_expr(config.format0 == FP8_DS_MLA.id):
+            lists, caches = (sources.indices, sources.extra_indices), (sources.cache, sources.extra_cache)
+            is_idle = (group == FIRST_PV_THREAD // 128) & (rank == 0)
+            prefetch_first(scheduler, lists, caches, config.second, thread % 128, is_idle)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         for one in mma[1:]:
             wgmma.accumulate(one)
-        config, divisors = self.config, (head_groups, splits, tokens)
-        dealt = smem.dealt if const_expr(config.dealt) else None
-        scheduler = TileScheduler(cta // CLUSTER, work_tiles, ctas // CLUSTER, *divisors, split_tiles, dealt)
         if const_expr(config.dealt):
             planner = Planner(config.heads, config.second, smem.fp8, dealt, rank, scheduler, sources, out, thread)
             if planner.has_room():

@@ -63,6 +63,7 @@ from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.reduce import lanes_max_bf16x2
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
 from cute_kernels.runtime.arch import SMEM_BYTES
+from cute_kernels.sparse_mla.early import prefetch_first
 from cute_kernels.sparse_mla.kernel_args import DecodeArgs, DecodeKernelKey, fake_decode
 from cute_kernels.sparse_mla.params import EXTRA, KVCache, Output, Query, TileScheduler
 from cute_kernels.sparse_mla.quant_output import SCALED, codes_of_lanes, load_two_angles, turn_two
@@ -341,7 +342,6 @@ class Producer:
     @cute.jit
     def start(self, warp: Any, lane: Any) -> None:
         """Go to the first work tile."""
-        self.prefetch_lists(self.scheduler.first, warp, lane)
         words = cute.make_rmem_tensor((WORDS,), Int32)
         words.fill(0)
         words[ITEM] = self.scheduler.first - self.scheduler.step
@@ -1060,10 +1060,10 @@ class SmallHeadsDecodeKernel:
         config = self.config
         memory = SmemAllocator().allocate_tensor(Uint8, cute.make_layout(config.smem_bytes), byte_alignment=128)
         smem = memory.iterator.toint()
+        scheduler = scheduler._replace(first=cta)
+        prefetch_first(scheduler, lists, caches, self.second, thread, True)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-
-        scheduler = scheduler._replace(first=cta)
         own = own_of(warp, config)
         ring = smem + warp * config.ring_bytes
         index, valid, wide = (cute.make_rmem_tensor((1,), Int32) for _ in range(3))
