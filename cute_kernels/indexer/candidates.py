@@ -15,7 +15,6 @@ from cute_kernels.indexer import chunks, launch, select, topk_select
 from cute_kernels.indexer.call import CandidatesDecodeCall, stride
 from cute_kernels.indexer.chunks import CANDIDATE_BLOCK
 from cute_kernels.indexer.hopper.logits_candidates import CandidateLogitsKey
-from cute_kernels.indexer.hopper.logits_candidates_mxfp4 import CandidateMxfp4Key
 from cute_kernels.models import ModelConfig, latent_ratios
 from cute_kernels.runtime.arch import arch_of, grid_size, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
@@ -27,7 +26,7 @@ def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
     """Those of scores and picks, of a model with candidates. Every rank has all index heads."""
     if arch != select.HOPPER or not latent_ratios(config):
         return []
-    keys = [key(arch, config.index_n_heads) for key in (CandidateLogitsKey, CandidateMxfp4Key)]
+    keys = [CandidateLogitsKey(arch, config.index_n_heads, mxfp4) for mxfp4 in (False, True)]
     return [*keys, *topk_select.deployment_keys(config, tp, arch)]
 
 
@@ -83,16 +82,17 @@ def run_chunk(call: CandidatesDecodeCall, scores: torch.Tensor) -> None:
     device_index = call.out.device.index
     rows, columns = scores.shape
     q, pool, table, candidates, lengths = call.q, call.kv_cache, call.block_tables, call.candidates, call.context_lens
-    key = (CandidateLogitsKey if call.q_scale is None else CandidateMxfp4Key)(select.HOPPER, q.shape[2])
+    key = CandidateLogitsKey(select.HOPPER, q.shape[2], call.q_scale is not None)
     tiles = rows * -(-columns // key.config.keys)
     codes, page_rows = pool.data_ptr(), pool.shape[1]
     numbers: tuple[Any, ...] = (
         call.weights,
         *(q.data_ptr(), stride(q, 0), stride(q, 1), stride(q, 2), q.shape[0], q.shape[1]),
-        *(codes, codes + page_rows * key.config.row_bytes, stride(pool, 0), page_rows, pool.shape[0]),
+        *(codes, codes + page_rows * key.config.row_bytes, key.config.row_bytes, stride(pool, 0), page_rows),
+        pool.shape[0],
         *(table.data_ptr(), table.stride(0) * 4, table.shape[1]),
         *(candidates.data_ptr(), candidates.stride(0) * 4, candidates.shape[1]),
-        *(lengths.data_ptr(), lengths.stride(0) * 4, call.max_model_len, call.out.shape[1]),
+        *(0, lengths.data_ptr(), lengths.stride(0) * 4, call.max_model_len, -1, call.out.shape[1]),
         *(scores.data_ptr(), scores.stride(0) * 4),
     )
     ctas = grid_size(min(multiprocessors(device_index), tiles))

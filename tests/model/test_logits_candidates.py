@@ -21,7 +21,7 @@ from cute_kernels.isa_probes.meaning import TensorMap
 from tests.compile.reports import compile_report
 from tests.model import orders
 from tests.model.launch import divisor, pack, run_grid
-from tests.model.logits_calls import KEY_MAP, QUERY_MAP
+from tests.model.logits_calls import QUERY_MAP
 from tests.model.memory import GlobalMemory
 from tests.model.problems import put
 from tests.model.ptx import PARAMETERS, parse
@@ -62,18 +62,15 @@ def run(lens: torch.Tensor, blocks: int, limit: int, page_rows: int, ctas: int, 
         1,
         width,
     )
-    key_map = TensorMap(
-        place["pool"] - GlobalMemory.BASE, (width, page_rows, pages), (width, pool.stride(0)), (width, 8, 1), 1, width
-    )
-    values: list[Any] = [bytes(128), bytes(12), bytes(128), bytes(1), bytes(1)]
+    values: list[Any] = [bytes(128), bytes(12), bytes(1), bytes(1)]
     values += [requests, next_n, *divisor(next_n), *divisor(ctas)]
-    values += [0, place["lens"], lens.stride(0) * 4, limit, columns, 0, skip]
-    values += [place["pool"] + page_rows * width, pool.stride(0), *divisor(page_rows // 8), pages, 0]
+    values += [0, place["lens"], lens.stride(0) * 4, limit, columns, -1, skip]
+    values += [place["pool"] + page_rows * width, pool.stride(0), *divisor(page_rows // 8), pages, limit]
     values += [place["table"], table.stride(0) * 4, table.shape[1]]
-    values += [place["candidates"], candidates.stride(0) * 4]
-    values += [place["weights"], weights.stride(0) * 4, out, stride * 4]
+    values += [place["pool"], width, place["candidates"], candidates.stride(0) * 4]
+    values += [place["weights"], weights.stride(0) * 4, 0, 0, 0, out, stride * 4]
     program = parse(compile_report(KEY).ptx)
-    maps = {PARAMETERS + program.parameters[i].offset: m for i, m in ((QUERY_MAP, query_map), (KEY_MAP, key_map))}
+    maps = {PARAMETERS + program.parameters[QUERY_MAP].offset: query_map}
     records, make = orders.recorder(program)
     options: dict[str, Any] = {"events": make} if checked else {}
     run_grid(
