@@ -114,8 +114,8 @@ def from_lane(halves: tuple[Any, Any], lane: Any) -> Any:
 
 @dataclass(frozen=True)
 class CandidateProducer(Producer):
-    """A producer warp. A lane knows where every 32nd of the warp's boxes is. While boxes are copied the pages of the next
-    32 are on their way, and the candidates of those after them."""
+    """A producer warp. A lane knows where every 32nd of the warp's boxes is. While boxes are copied the pages of the
+    next 32 are on their way, and the candidates of those after them."""
 
     @property
     def lanes_copy_keys(self) -> bool:
@@ -252,7 +252,9 @@ class CandidateEpilogue(Epilogue):
 
 
 @cute.jit
-def count_keys(paged: cutlass.Constexpr, groups: RowGroups, windows: Windows, out: Int64, out_stride: Int64) -> None:
+def count_keys(
+    paged: cutlass.Constexpr, groups: RowGroups, windows: CandidateWindows, out: Int64, out_stride: Int64
+) -> None:
     """Write how many keys each row's candidates have. By one warp of each CTA, a row a lane."""
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     column = Int64(windows.columns) * 4
@@ -274,11 +276,11 @@ class CandidateConfig(LogitsConfig):
 
 class CandidateLogitsKernel:
     """Entry point: (weights, address of the queries and their strides in bytes, by request, row and head;
-    requests, rows of a request; addresses of key 0 and its scale, strides of contiguous keys and of pages in bytes, keys
-    of a page, pages; address of the block table, its stride in bytes and its columns; address and row stride of the
-    candidates, blocks of a row; addresses of starts and ends, stride of the ends by request in bytes, keys that there
-    are, most keys of a row or -1, keys up to which a row is not scored; address and row stride of the scores; address
-    of the queries' scales and their strides in bytes, by request and row; CTAs; stream)."""
+    requests, rows of a request; addresses of key 0 and its scale, strides of contiguous keys and of pages in bytes,
+    keys of a page, pages; address of the block table, its stride in bytes and its columns; address and row stride of
+    the candidates, blocks of a row; addresses of starts and ends, stride of the ends by request in bytes, keys that
+    there are, most keys of a row or -1, keys up to which a row is not scored; address and row stride of the scores;
+    address of the queries' scales and their strides in bytes, by request and row; CTAs; stream)."""
 
     def __init__(self, key: CandidateLogitsKey) -> None:
         self.config, self.paged, self.mxfp4 = key.config, key.paged, key.mxfp4
@@ -386,20 +388,22 @@ class CandidateLogitsKernel:
             allocator.allocate_tensor(Int32, cute.make_layout(count), byte_alignment=16)
             for count in config.words.values()
         ]
-        own = allocator.allocate_tensor(Float8E4M3FN, operand.outer, byte_alignment=1024, swizzle=operand.inner)
-        addresses = [tensor.iterator.toint() for tensor in words]
+        swizzled = allocator.allocate_tensor(Float8E4M3FN, operand.outer, byte_alignment=1024, swizzle=operand.inner)
+        smem: Any = [tensor.iterator.toint() for tensor in words]
+        bars: Any = rings
         if const_expr(self.mxfp4):
-            bars = logits_mxfp4.Bars(*rings)
             keys = allocator.allocate_tensor(
                 Float8E4M3FN, cute.make_layout(config.stages * config.keys * config.row_bytes), byte_alignment=128
             )
             queries = allocator.allocate_tensor(Float8E4M3FN, query_tiles, byte_alignment=128)
-            smem = logits_mxfp4.Smem(*addresses, keys.iterator.toint(), queries.iterator.toint())
+            smem = logits_mxfp4.Smem(*(*smem, keys.iterator.toint(), queries.iterator.toint()))
+            bars = logits_mxfp4.Bars(*bars)
         else:
-            bars, smem, keys = logits.Bars(*rings), logits.Smem(*addresses), own
+            keys = swizzled
             queries = allocator.allocate_tensor(
                 Float8E4M3FN, query_tiles.outer, byte_alignment=1024, swizzle=query_tiles.inner
             )
+            smem, bars = logits.Smem(*smem), logits.Bars(*bars)
         producer_warp, count_warp = config.warpgroups * 4, config.warpgroups * 5
         if warp == producer_warp:
             cpasync.prefetch_descriptor(query_copy)
@@ -427,17 +431,15 @@ class CandidateLogitsKernel:
                 role = cute.arch.make_warp_uniform(warp - producer_warp)
                 tiles = query_tiles if self.mxfp4 else query_tiles.outer
                 query_part = QueryCopy.of(query_copy, query_source, queries, tiles, config.heads, config.row_bytes)
-                context = scheduler, groups, windows, cache, smem, bars, (weights, weights_stride)
-                parts = (None, keys.iterator.toint()), query_part
+                work = scheduler, groups, windows, cache, smem, bars, (weights, weights_stride)
+                copies = (None, keys.iterator.toint()), query_part
                 if const_expr(self.mxfp4):
                     preparer = ScalePreparer(config, bars, smem, smem.progress + role * 8)
-                    producer = CandidateProducer(config, self.paged, *context, *parts, q_scales, preparer)
                     preparer.start(role)
-                    producer.run(role)
+                    CandidateProducer(config, self.paged, *work, *copies, q_scales, preparer).run(role)
                     preparer.finish()
                 else:
-                    producer = CandidateProducer(config, self.paged, *context, *parts)
-                    producer.run(role)
+                    CandidateProducer(config, self.paged, *work, *copies).run(role)
             elif warp == count_warp:
                 count_keys(self.paged, groups, windows, out, out_stride)
         else:
@@ -446,12 +448,13 @@ class CandidateLogitsKernel:
             own_warp = cute.arch.make_warp_uniform(thread % wgmma.WARPGROUP // WARP)
             number = own_warp * STRIP + lane // 4 + (lane & 2) * 4
             epilogue = CandidateEpilogue(config, self.paged, groups, windows, smem, out, out_stride, lane, number)
-            parts = bars, smem, epilogue, (mma, mma_more)
+            context = bars, smem, epilogue, (mma, mma_more)
             if const_expr(self.mxfp4):
-                sign = sign_of(smem.table)
-                consumer = logits_mxfp4.Consumer(config, warpgroup, own_warp, *parts, own, sign)
+                consumer: Any = logits_mxfp4.Consumer(
+                    config, warpgroup, own_warp, *context, swizzled, sign_of(smem.table)
+                )
             else:
-                consumer = logits.Consumer(config, warpgroup, *parts, keys, queries)
+                consumer = logits.Consumer(config, warpgroup, *context, keys, queries)
             consumer.run()
 
 
