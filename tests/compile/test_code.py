@@ -29,7 +29,6 @@ from cute_kernels.indexer import launch as scores
 from cute_kernels.indexer import select as select_scores
 from cute_kernels.indexer.hopper.logits import MANY_COLUMNS, LogitsKey
 from cute_kernels.indexer.hopper.logits_candidates import CandidateLogitsKey
-from cute_kernels.indexer.hopper.logits_candidates_mxfp4 import CandidateMxfp4Key
 from cute_kernels.indexer.hopper.logits_mxfp4 import HALVES
 from cute_kernels.indexer.mma_sync.logits import STEP, PortableLogitsKey
 from cute_kernels.indices.c128a import EntriesKey
@@ -382,8 +381,8 @@ def maxima_of_blocks() -> Iterator[Row]:
 
 
 def scores_of_candidates() -> Iterator[Row]:
-    for heads, kind in itertools.product((16, 32, 64), (CandidateLogitsKey, CandidateMxfp4Key)):
-        key = kind(HOPPER, heads)
+    for heads, mxfp4 in itertools.product((16, 32, 64), (False, True)):
+        key = CandidateLogitsKey(HOPPER, heads, mxfp4, paged=heads == 32)
         yield Row(key, 65536 // key.config.threads, waits(HOPPER), threads=key.config.threads)
 
 
