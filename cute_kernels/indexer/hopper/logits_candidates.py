@@ -3,8 +3,10 @@
 epilogue of logits.py and logits_mxfp4.py, with keys that a row's candidates name.
 
     warps 0 ..     3 or 4 consumer warpgroups
-    then 3 or 4    producer warps, one for each consumer warpgroup; those of MXFP4 prepare scales, too
-    then 1         counts the keys in each row's candidates, for the kernel that picks
+    then 3 or 4    producer warps, one for each consumer warpgroup
+    then 4 or 1    of MXFP4 with few heads prepare scales, a warp for each consumer warpgroup; where registers do not
+                   suffice for these, producers do that. The first one counts the keys in each row's candidates, for
+                   the kernel that picks
 
     candidates    gmem ---> block of eight keys --(block table: page)--> its address
     keys, scales  gmem --cp.async, 16 bytes a lane--> ring of keys
@@ -40,11 +42,14 @@ from cute_kernels.indexer.hopper.epilogue import Epilogue
 from cute_kernels.indexer.hopper.logits import LogitsConfig
 from cute_kernels.indexer.hopper.logits_mxfp4 import STRIP, Mxfp4Config, ScalePreparer, fill_table, sign_of
 from cute_kernels.indexer.params import WARP, KeyCache, RowGroups, TileScheduler, Windows, WorkTile
-from cute_kernels.indexer.producer import KeyTile, Producer, QueryCopy, advance, code_rows
+from cute_kernels.indexer.producer import LINE, KeyTile, Producer, QueryCopy, advance, code_rows
 from cute_kernels.runtime.compile import KernelKey
 
 COPY = 16
 """Bytes of codes that a lane copies at a time."""
+
+APART_HEADS = 32
+"""Of MXFP4, for which 80 registers a thread are enough."""
 
 PARTIAL = 16
 """First bit of a header's boxes that says which box begins with keys that do not exist."""
@@ -213,7 +218,7 @@ class CandidateProducer(Producer):
                 # FP8 codes go where the swizzle of tensor cores' operands has them
                 column = (chunk ^ row + first) if self.q_scales is None else chunk
                 to = line + (j * config.box + first) * config.row_bytes + column * COPY
-                ptx.copy_async_128_once(to, address, is_there)
+                ptx.copy_async_128_once(to, address, is_there, is_read_once=self.paged)
 
     @cute.jit
     def copy_scales_async(self, place: tuple[Any, ...], lead: Any, mask: Any, stage: Any) -> None:
@@ -267,11 +272,48 @@ def count_keys(
         ptx.store_global_s32(out + Int64(row) * out_stride + column, windows.keys(start, end))
 
 
+@cute.jit
+def prefetch_candidates(
+    warp: Any, warps: cutlass.Constexpr, groups: RowGroups, windows: CandidateWindows, cache: CandidateCache
+) -> None:
+    """Have L2 fetch lengths and, of a call with few rows, the candidates, as producer.prefetch_lengths does."""
+    rows, per_row = groups.requests * groups.count, cute.ceil_div(windows.columns // CANDIDATE_BLOCK, LINE // 4)
+    number = cute.arch.block_idx()[0] * WARP + cute.arch.lane_idx()
+    row, line = number // per_row, number % per_row
+    is_last = warp == warps - 1
+    end = windows.end_address(number // groups.count, number % groups.count)
+    ptx.prefetch_l2(end, (number < rows) & is_last)
+    ptx.prefetch_l2(cache.candidates + Int64(row) * cache.stride + Int64(line) * LINE, (row < rows) & is_last)
+
+
 @dataclass(frozen=True)
 class CandidateConfig(LogitsConfig):
-    """Of keys that a warp's lanes copy."""
+    """Of FP8 keys that a warp's lanes copy."""
 
     fences_keys: ClassVar[bool] = True
+    prepares_apart: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class CandidateMxfp4Config(Mxfp4Config):
+    """With up to APART_HEADS a fourth consumer warpgroup has registers, and warps of their own prepare scales, so that
+    no producer waits for the keys that it has asked for."""
+
+    @property
+    def prepares_apart(self) -> bool:
+        return self.heads <= APART_HEADS
+
+    @property
+    def warpgroups(self) -> int:
+        return 4 if self.prepares_apart else super().warpgroups
+
+    @property
+    def stages(self) -> int:
+        return 16 if self.prepares_apart else super().stages
+
+    @property
+    def warps_beside(self) -> int:
+        return self.producers * 2 if self.prepares_apart else super().warps_beside
 
 
 class CandidateLogitsKernel:
@@ -414,6 +456,7 @@ class CandidateLogitsKernel:
             if const_expr(self.mxfp4):
                 bars.prepared.initialize(1, 4)
                 fill_table(smem.table)
+        prefetch_candidates(warp, config.threads // WARP, groups, windows, cache)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -433,14 +476,20 @@ class CandidateLogitsKernel:
                 query_part = QueryCopy.of(query_copy, query_source, queries, tiles, config.heads, config.row_bytes)
                 work = scheduler, groups, windows, cache, smem, bars, (weights, weights_stride)
                 copies = (None, keys.iterator.toint()), query_part
-                if const_expr(self.mxfp4):
+                if const_expr(self.mxfp4 and not config.prepares_apart):
                     preparer = ScalePreparer(config, bars, smem, smem.progress + role * 8)
                     preparer.start(role)
                     CandidateProducer(config, self.paged, *work, *copies, q_scales, preparer).run(role)
                     preparer.finish()
                 else:
-                    CandidateProducer(config, self.paged, *work, *copies).run(role)
-            elif warp == count_warp:
+                    scales = q_scales if const_expr(self.mxfp4) else None
+                    CandidateProducer(config, self.paged, *work, *copies, scales).run(role)
+            elif const_expr(config.prepares_apart):
+                role = cute.arch.make_warp_uniform(warp - count_warp)
+                preparer = ScalePreparer(config, bars, smem, smem.progress + role * 8)
+                preparer.start(role)
+                preparer.finish()
+            if warp == count_warp:
                 count_keys(self.paged, groups, windows, out, out_stride)
         else:
             lane = thread % WARP
@@ -474,7 +523,7 @@ class CandidateLogitsKey(KernelKey):
 
     @property
     def config(self) -> Any:
-        return (Mxfp4Config if self.mxfp4 else CandidateConfig)(self.heads, 1, CANDIDATE_BLOCK)
+        return (CandidateMxfp4Config if self.mxfp4 else CandidateConfig)(self.heads, 1, CANDIDATE_BLOCK)
 
     @property
     def smem_bytes(self) -> int:
