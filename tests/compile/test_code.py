@@ -360,13 +360,15 @@ def saves() -> Iterator[Row]:
 
 
 def latents() -> Iterator[Row]:
-    """Of ratio 1 48 warps of a multiprocessor find registers, 2 KB of each in flight; of ratio 2 half of the warps have
-    8 KB each."""
-    for arch, ratio, rows in itertools.product(MOVING, (1, 2), (1, latent.FEW_ROWS + 1)):
+    """Of ratio 1 48 warps of a multiprocessor find registers, 2 KB of each in flight; of ratio 2 and many rows 16, with
+    8 KB each. A warp's rows are asked for at once; the row before, or one that the ring keeps, may come later."""
+    for arch, ratio, rows in itertools.product(MOVING, (1, 2), (1, 1 << 20)):
         key = latent.key_for(arch, ratio, rows)
-        loads = 4 if ratio == 1 else 3 * 8
-        ptx = {r"ld\.relaxed\.gpu\S*\.v4\.b32": loads, r"ld\.global\.nc\.v2\.b32": 4} | waits(arch)
-        yield Row(key, 40 if ratio == 1 else 80, ptx, smem=0, absent=DIVISIONS, threads=128)
+        each = 2 if key.pairs else 1
+        loads = 4 if ratio == 1 else 8 * (3 + 3 * (each - 1))
+        ptx = {r"ld\.relaxed\.gpu\S*\.v4\.b32": loads, r"ld\.global\.nc\.v2\.b32": 4 * each} | waits(arch)
+        registers = 128 if key.pairs else 40 if ratio == 1 else 80
+        yield Row(key, registers, ptx, smem=0, absent=DIVISIONS, threads=128)
     for arch, fmt in itertools.product(MOVING, (FP8_DS_MLA, INDEXER_FP8, INDEXER_MXFP4)):
         key = latent_store.LatentStoreKey(arch, fmt.id)
         ptx = {r"\bsub\.rn\.f32": 2, r"ld\.relaxed\.gpu\S*\.v2\.b32": fmt.dim // 128} | waits(arch)
