@@ -32,7 +32,7 @@ from .v41_step import V41Entries, V41Selection, V41Step
 MOST_GATHERED = 1 << 20
 """Keys of prefill requests that are gathered at a time; one request may have more."""
 
-MOST_SHARED = 1 << 16
+MOST_SHARED = 1 << 15
 """Keys of a prefill's requests up to which rows are scored against all of them: neighbouring rows share keys in such a
 product, which they do not in one of their candidates alone."""
 
