@@ -10,7 +10,8 @@ one, and L2 fetches the row before from the ring as soon as its place is known. 
 beside them: a warp takes two.
 
 The first row of a request may read what one of its last rows overwrites, where a chunk goes round the ring. That row is
-stored by the first row's warp, which has read before: a lane reads and writes the same columns.
+stored by the first row's warp, which has read before: a lane reads and writes the same columns. A row without a request
+is none of these.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ HALF_ROW = HEAD_DIM * 4
 VECTORS = HEAD_DIM // 128
 """Of four columns that a lane has of half a row."""
 
-FEW_ROWS = {1: 2048, 2: 256}
+FEW_ROWS = {1: 2048, 2: 512}
 """By ratio: with more, rows of ratio 1 may go through L1, and warps take two rows of ratio 2 (perf/log/latents.md)."""
 
 
@@ -180,7 +181,7 @@ class LatentKernel:
     ) -> None:
         """Close a row's latent with the row before, and keep the row, where that is wanted. own, beside: of the row,
         and of the one before in the step if it has been asked for."""
-        position, slot, _ = facts
+        position, slot, owner = facts
         is_owned, first, last = bounds
         is_there = self.is_slot(rows, slot) & is_owned & (position >= 0) & (row < rows.total)
         closes = is_there & (Int32(position) & 1 == 1)
@@ -188,7 +189,9 @@ class LatentKernel:
         # of a chunk that goes round the ring: the row that overwrites what the request's first row reads
         turns = cutlass.max(last - first, Int32(0)) // rows.ring
         late = first - 1 + turns * rows.ring.divisor
-        keeps_own = keeps & ((turns == 0) | (row != late))
+        is_late = keeps & (turns > 0) & (row == late) & (first >= 0)
+        of_first = ptx.load_global_s32_where(is_late, rows.owners + Int64(first) * 4)
+        keeps_own = keeps & ((is_late ^ True) | (of_first != owner))
         page, number = divmod(Int32(slot if is_there else Int64(0)), rows.ring)
         ring = rows.state + Int64(page) * rows.page_stride + Int64(cute.arch.lane_idx() * 16)
         if closes:
@@ -205,7 +208,8 @@ class LatentKernel:
         if (row == first) & is_owned & (turns > 0) & (row < rows.total):
             slot = ptx.load_global_s64_in_order(rows.slots + Int64(late) * 8)
             position = ptx.load_global_s64_in_order(rows.positions + Int64(late) * 8)
-            is_there = self.is_slot(rows, slot) & (position >= 0)
+            of_late = ptx.load_global_s32_in_order(rows.owners + Int64(late) * 4)
+            is_there = self.is_slot(rows, slot) & (position >= 0) & (of_late == owner)
             page, number = divmod(Int32(slot if is_there else Int64(0)), rows.ring)
             ring = rows.state + Int64(page) * rows.page_stride + Int64(cute.arch.lane_idx() * 16)
             words = self.load_row(self.row_address(rows, late))

@@ -3,10 +3,8 @@
 epilogue of logits.py and logits_mxfp4.py, with keys that a row's candidates name.
 
     warps 0 ..     3 or 4 consumer warpgroups
-    then 3 or 4    producer warps, one for each consumer warpgroup
-    then 4 or 1    of MXFP4 with few heads prepare scales, a warp for each consumer warpgroup; where registers do not
-                   suffice for these, producers do that. The first one counts the keys in each row's candidates, for
-                   the kernel that picks
+    then 3 or 4    producer warps, one for each consumer warpgroup; those of MXFP4 prepare scales, too
+    then 1         counts the keys in each row's candidates, for the kernel that picks
 
     candidates    gmem ---> block of eight keys --(block table: page)--> its address
     keys, scales  gmem --cp.async, 16 bytes a lane--> ring of keys
@@ -47,9 +45,6 @@ from cute_kernels.runtime.compile import KernelKey
 
 COPY = 16
 """Bytes of codes that a lane copies at a time."""
-
-APART_HEADS = 32
-"""Of MXFP4, for which 80 registers a thread are enough."""
 
 PARTIAL = 16
 """First bit of a header's boxes that says which box begins with keys that do not exist."""
@@ -203,6 +198,8 @@ class CandidateProducer(Producer):
         chunks = config.row_bytes // COPY
         row, chunk = lane // chunks, lane % chunks
         line = target + stage * (config.keys * config.row_bytes) + row * config.row_bytes
+        # rows of a request share keys, which L2 should keep for them
+        policy = Int64(ptx.READ_AGAIN) if self.groups.count > 1 else Int64(ptx.READ_ONCE)
         for j in range_constexpr(config.boxes):
             is_there = mask & (1 << j) != 0
             if const_expr(self.paged):
@@ -218,7 +215,7 @@ class CandidateProducer(Producer):
                 # FP8 codes go where the swizzle of tensor cores' operands has them
                 column = (chunk ^ row + first) if self.q_scales is None else chunk
                 to = line + (j * config.box + first) * config.row_bytes + column * COPY
-                ptx.copy_async_128_once(to, address, is_there, is_read_once=self.paged)
+                ptx.copy_async_128_once(to, address, is_there, policy)
 
     @cute.jit
     def copy_scales_async(self, place: tuple[Any, ...], lead: Any, mask: Any, stage: Any) -> None:
@@ -291,29 +288,6 @@ class CandidateConfig(LogitsConfig):
     """Of FP8 keys that a warp's lanes copy."""
 
     fences_keys: ClassVar[bool] = True
-    prepares_apart: ClassVar[bool] = False
-
-
-@dataclass(frozen=True)
-class CandidateMxfp4Config(Mxfp4Config):
-    """With up to APART_HEADS a fourth consumer warpgroup has registers, and warps of their own prepare scales, so that
-    no producer waits for the keys that it has asked for."""
-
-    @property
-    def prepares_apart(self) -> bool:
-        return self.heads <= APART_HEADS
-
-    @property
-    def warpgroups(self) -> int:
-        return 4 if self.prepares_apart else super().warpgroups
-
-    @property
-    def stages(self) -> int:
-        return 16 if self.prepares_apart else super().stages
-
-    @property
-    def warps_beside(self) -> int:
-        return self.producers * 2 if self.prepares_apart else super().warps_beside
 
 
 class CandidateLogitsKernel:
@@ -476,20 +450,14 @@ class CandidateLogitsKernel:
                 query_part = QueryCopy.of(query_copy, query_source, queries, tiles, config.heads, config.row_bytes)
                 work = scheduler, groups, windows, cache, smem, bars, (weights, weights_stride)
                 copies = (None, keys.iterator.toint()), query_part
-                if const_expr(self.mxfp4 and not config.prepares_apart):
+                if const_expr(self.mxfp4):
                     preparer = ScalePreparer(config, bars, smem, smem.progress + role * 8)
                     preparer.start(role)
                     CandidateProducer(config, self.paged, *work, *copies, q_scales, preparer).run(role)
                     preparer.finish()
                 else:
-                    scales = q_scales if const_expr(self.mxfp4) else None
-                    CandidateProducer(config, self.paged, *work, *copies, scales).run(role)
-            elif const_expr(config.prepares_apart):
-                role = cute.arch.make_warp_uniform(warp - count_warp)
-                preparer = ScalePreparer(config, bars, smem, smem.progress + role * 8)
-                preparer.start(role)
-                preparer.finish()
-            if warp == count_warp:
+                    CandidateProducer(config, self.paged, *work, *copies).run(role)
+            elif warp == count_warp:
                 count_keys(self.paged, groups, windows, out, out_stride)
         else:
             lane = thread % WARP
@@ -523,7 +491,7 @@ class CandidateLogitsKey(KernelKey):
 
     @property
     def config(self) -> Any:
-        return (CandidateMxfp4Config if self.mxfp4 else CandidateConfig)(self.heads, 1, CANDIDATE_BLOCK)
+        return (Mxfp4Config if self.mxfp4 else CandidateConfig)(self.heads, 1, CANDIDATE_BLOCK)
 
     @property
     def smem_bytes(self) -> int:
