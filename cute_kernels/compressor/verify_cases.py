@@ -359,7 +359,7 @@ def _latents_agree(names: list[str], got: Sequence[Any], want: Sequence[Any]) ->
 
 _LATENTS = (
     (_MIXED, 2, 8),
-    (_MIXED * 3, 2, 8),
+    (_MIXED * 4, 2, 8),
     (_MIXED, 1, 8),
     ([300, 1, 129], 2, 16),
     ([1] * 70, 2, 8),
