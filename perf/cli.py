@@ -172,6 +172,15 @@ def make_parser() -> argparse.ArgumentParser:
     made.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="repository to work on (this one)")
     made.add_argument("--workers", type=int, metavar="N", help="processes (one per core)")
 
+    scaled = commands.add_parser(
+        "scaling",
+        help="what layers should take on 2 to 64 GPUs, by a model; no GPU needed",
+        description="Tables of a model of V4's attention layers on several GPUs: bytes, measured rates, collectives.",
+    )
+    scaled.add_argument("--model", choices=("v4-flash", "v4-pro"), default="v4-flash", help="(v4-flash)")
+    scaled.add_argument("--gpus", type=_numbers, metavar="N,N", help="these numbers of GPUs (2,4,8,16,32,64)")
+    scaled.add_argument("--picture", type=Path, metavar="FILE.png", help="draw it too, with matplotlib")
+
     compared = commands.add_parser("compare", help="how our times changed from one set of records to another")
     compared.add_argument("before", type=Path, metavar="A", help="record file, or folder of records")
     compared.add_argument("after", type=Path, metavar="B", help="record file, or folder of records")
@@ -195,6 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "show": show_records,
         "compiled": write_compiled,
         "compare": show_comparison,
+        "scaling": show_scaling,
     }
     try:
         return commands[options.command](options)
@@ -554,3 +564,40 @@ def show_comparison(options: argparse.Namespace) -> int:
 def _change(change: Change) -> tuple[str, str, str, str]:
     control = "" if change.control is None else f"{change.control:.3f}"
     return f"{change.before:.2f}", f"{change.after:.2f}", f"{change.ratio:.3f}", control
+
+
+# ---- scaling ---------------------------------------------------------------------------------------------------------
+
+
+def show_scaling(options: argparse.Namespace) -> int:
+    from perf import scaling
+
+    gpus = tuple(options.gpus or scaling.GPUS)
+    hosts = scaling.GPUS_OF_HOST
+    if any(count < 2 or (count > hosts and count % hosts) for count in gpus):
+        raise Refusal(f"--gpus: expected 2 to {hosts}, or whole hosts of {hosts}, got {', '.join(map(str, gpus))}")
+    console = _console()
+    console.print(f"{options.model}, H200. {scaling.ASSUMED}\n")
+    for form, what in scaling.WHAT.items():
+        console.print(f"{form}: {what}")
+    console.print(
+        f"\nA decode step, microseconds of all attention layers; beyond {hosts} GPUs hosts share the requests"
+    )
+    held = (">GB a GPU", ">with dcp", ">with dp")
+    table = _table("context", ">requests", ">GPUs", *(f">{form}" for form in scaling.DECODE_FORMS), *held)
+    for line in scaling.decode_rows(options.model, gpus):
+        table.add_row(*line)
+    console.print(table)
+    console.print("\nA whole prompt, seconds of all attention layers")
+    table = _table("tokens", ">GPUs", *(f">{form}" for form in scaling.PREFILL_FORMS))
+    for line in scaling.prefill_rows(options.model, gpus):
+        table.add_row(*line)
+    console.print(table)
+    console.print("\nOne layer of v4-flash on two H200s, the model beside measured times")
+    table = _table("step", ">measured us", ">model", ">of it")
+    for line in scaling.measured_rows():
+        table.add_row(*line)
+    console.print(table)
+    if options.picture is not None:
+        scaling.draw(options.model, gpus, options.picture)
+    return 0
