@@ -64,6 +64,7 @@ KERNEL_ARCHS = {
     "rope_quant_insert": ARCHS,
     "save_partial_states": ARCHS,
     "score_candidates_decode": ("sm_90a",),
+    "score_candidates_prefill": ("sm_90a",),
     "score_top_k_decode": ARCHS,
     "score_top_k_prefill": ARCHS,
     "select_candidate_blocks": ARCHS,
@@ -86,6 +87,7 @@ REASONS = {
     "fp8_gemm": "bf16 results alone, which is all that layers ask for elsewhere",
     "fp8_gemm_squares": "sums of squares are a by-product of Hopper's GEMM; elsewhere queries are normed by themselves",
     "score_candidates_decode": "it is of Hopper alone so far; elsewhere layers score all keys",
+    "score_candidates_prefill": "as score_candidates_decode",
     "fused_qkv_insert_compress": "it takes clusters with 200 KB of shared memory a CTA; layers call what it fuses",
 }
 """Op -> why it is "no" or "partly" somewhere, in a line."""

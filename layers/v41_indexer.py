@@ -32,6 +32,10 @@ from .v41_step import V41Entries, V41Selection, V41Step
 MOST_GATHERED = 1 << 20
 """Keys of prefill requests that are gathered at a time; one request may have more."""
 
+MOST_SHARED = 1 << 15
+"""Keys of a prefill's requests up to which rows are scored against all of them: neighbouring rows share keys in such a
+product, which they do not in one of their candidates alone."""
+
 
 def _has_compact_scores(device: torch.device) -> bool:
     """Whether a kernel reads the keys of candidate blocks alone. The reference does so, too."""
@@ -225,7 +229,9 @@ class V41Indexer(torch.nn.Module):
             else (codes.view(torch.float8_e4m3fn), scales.view(torch.float32).squeeze(-1))
         )
         most = max(length // self.ratio for length in m.seq_lens_cpu[first:last])
-        if candidates is None:
+        is_compact = self.takes_candidates and most > MOST_SHARED and _has_compact_scores(device)
+        if candidates is None or is_compact:
+            blocks = 0 if candidates is None else candidates.shape[1]
             score_top_k_prefill(
                 _rows(q, rows),
                 kv,
@@ -235,10 +241,10 @@ class V41Indexer(torch.nn.Module):
                 k,
                 max_seqlen_k=most,
                 out=picks[rows],
-                workspace=self._workspace(rows.stop - rows.start, most, 1, 0, device),
+                workspace=self._workspace(rows.stop - rows.start, most, 1, blocks, device),
+                candidates=None if candidates is None else candidates[rows],
             )
             return
-        # neighbouring rows share keys in a product of all of them, which they do not in one of candidates alone
         at_once = max(SCORE_BYTES // (4 * max(most, 1)), 1)
         for begin in range(rows.start, rows.stop, at_once):
             part = slice(begin, min(begin + at_once, rows.stop))

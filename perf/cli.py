@@ -76,6 +76,7 @@ MODULES = {
     "rope_quant_insert": "perf.latents",
     "save_partial_states": "perf.compressor",
     "score_candidates_decode": "perf.candidates",
+    "score_candidates_prefill": "perf.candidates",
     "score_top_k_decode": "perf.score_top_k",
     "score_top_k_prefill": "perf.score_top_k",
     "select_candidate_blocks": "perf.candidates",

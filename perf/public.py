@@ -172,6 +172,7 @@ _OTHERWISE: Mapping[str, Callable[[Given], Call]] = {
     "quantize_fp8_1x128": _quantize,
     "save_partial_states": _save,
     "score_candidates_decode": partial(_paged, "score_top_k_decode"),
+    "score_candidates_prefill": partial(_contiguous, "score_top_k_prefill"),
     "score_top_k_decode": partial(_paged, "score_top_k_decode"),
     "score_top_k_prefill": partial(_contiguous, "score_top_k_prefill"),
     "select_candidate_blocks": _select_blocks,

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel of compress_latent: a warp takes a row.
+"""Kernel of compress_latent: a warp takes a row, or two.
 
     columns of a lane, of each half of a row      128 * i + 4 * lane .. + 3 for i = 0 to 3
 
-Of ratio 1 that is all: a row is loaded, rounded, normed, stored. Of ratio 2 a warp whose row closes a latent loads the
-row before as well, from the step or from the request's ring, and a warp whose row the ring keeps stores it there.
+Of ratio 1 that is all: a row is loaded, rounded, normed, stored. Of ratio 2 a warp whose row closes a latent needs the
+row before as well, from the step or from the request's ring, and a warp whose row the ring keeps stores it there. Rows
+are asked for before it is known whether anybody needs them. Of few rows, each may be a request of its own: a warp takes
+one, and L2 fetches the row before from the ring as soon as its place is known. Of many rows, most have the row before
+beside them: a warp takes two.
 
 The first row of a request may read what one of its last rows overwrites, where a chunk goes round the ring. That row is
-stored by the first row's warp, which has read before: a lane reads and writes the same columns.
+stored by the first row's warp, which has read before: a lane reads and writes the same columns. A row without a request
+is none of these.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.compressor.call import LatentCall
@@ -42,9 +46,8 @@ HALF_ROW = HEAD_DIM * 4
 VECTORS = HEAD_DIM // 128
 """Of four columns that a lane has of half a row."""
 
-FEW_ROWS = 2048
-"""Up to so many, a row of ratio 2 is asked for before it is known whether anybody needs it; with more, rows of ratio 1
-may go through L1. The bound lies between calls of 64 and of 8192 rows (perf/log/latents.md)."""
+FEW_ROWS = {1: 2048, 2: 512}
+"""By ratio: with more, rows of ratio 1 may go through L1, and warps take two rows of ratio 2 (perf/log/latents.md)."""
 
 
 class Rows(NamedTuple):
@@ -79,9 +82,9 @@ class LatentKernel:
     address and page stride of the rings, rows of one and of all; use_pdl, stream)."""
 
     def __init__(self, key: LatentKey) -> None:
-        self.ratio, self.early, self.through_l1 = key.ratio, key.early, key.through_l1
+        self.ratio, self.through_l1, self.rows = key.ratio, key.through_l1, 2 if key.pairs else 1
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
-        self.name = f"compress_latent_r{key.ratio}" + "_early" * key.early + "_l1" * key.through_l1
+        self.name = f"compress_latent_r{key.ratio}" + "_l1" * key.through_l1 + "_pairs" * key.pairs
 
     @cute.jit
     def __call__(
@@ -111,7 +114,7 @@ class LatentKernel:
         step = positions, slots, owners, starts, requests
         rows = Rows(kv_score, row_stride, *latents, *step, state, page_stride, divisor, capacity)
         self.kernel(rows).launch(
-            grid=[cute.ceil_div(count, WARPS), 1, 1],
+            grid=[cute.ceil_div(count, WARPS * self.rows), 1, 1],
             block=[WARPS * 32, 1, 1],
             stream=stream,
             use_pdl=use_pdl if const_expr(self.has_dependency) else False,
@@ -121,7 +124,7 @@ class LatentKernel:
     def kernel(self, rows: Rows) -> None:
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        row = cta * WARPS + cute.arch.make_warp_uniform(thread // 32)
+        row = (cta * WARPS + cute.arch.make_warp_uniform(thread // 32)) * self.rows
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
@@ -130,45 +133,83 @@ class LatentKernel:
                 values = self.load_half(self.row_address(rows, row))
                 self.store_latent(rows, row, [word.bitcast(Float32) for word in values])
             else:
-                self.run_pair(rows, row)
+                self.run_rows(rows, row)
 
     @cute.jit
-    def run_pair(self, rows: Rows, row: Int32) -> None:
-        """Close a row's latent with the row before, and keep the row, where that is wanted."""
-        own = self.load_row(self.row_address(rows, row)) if const_expr(self.early) else [Int32(0)] * (8 * VECTORS)
-        position = ptx.load_global_s64_in_order(rows.positions + Int64(row) * 8)
-        slot = ptx.load_global_s64_in_order(rows.slots + Int64(row) * 8)
-        owner = ptx.load_global_s32_in_order(rows.owners + Int64(row) * 4)
+    def run_rows(self, rows: Rows, row: Int32) -> None:
+        """Of ratio 2: the warp's rows from this one on."""
+        numbers = [cutlass.min(row + i, rows.total - 1) for i in range(self.rows)]
+        own = [self.load_row(self.row_address(rows, number)) for number in numbers]
+        facts = [self.load_facts(rows, number) for number in numbers]
+        if const_expr(self.rows == 1):
+            self.prefetch_before(rows, facts[0][1])
+        bounds = [self.load_bounds(rows, owner) for _, _, owner in facts]
+        for i in range_constexpr(self.rows):
+            self.run_row(rows, row + i, facts[i], bounds[i], own[i], own[i - 1] if i > 0 else None)
+
+    def load_facts(self, rows: Rows, row: Any) -> tuple[Any, Any, Any]:
+        """Position, slot and request of a row."""
+        position, slot = (ptx.load_global_s64_in_order(at + Int64(row) * 8) for at in (rows.positions, rows.slots))
+        return position, slot, ptx.load_global_s32_in_order(rows.owners + Int64(row) * 4)
+
+    @cute.jit
+    def prefetch_before(self, rows: Rows, slot: Any) -> None:
+        """Have L2 fetch the row of the ring before a slot's."""
+        is_slot = self.is_slot(rows, slot)
+        page, number = divmod(Int32(slot if is_slot else Int64(0)), rows.ring)
+        before = Int64(number - 1 if number > 0 else rows.ring.divisor - 1) * (2 * HALF_ROW)
+        line = rows.state + Int64(page) * rows.page_stride + before + Int64(cute.arch.lane_idx() * 128)
+        ptx.prefetch_l2(line, is_slot)
+
+    @cute.jit
+    def load_bounds(self, rows: Rows, owner: Any) -> tuple[Any, Any, Any]:
+        """Whether there is such a request, its first row, and the end of its rows."""
         is_owned = (owner >= 0) & (owner < rows.requests)
         start = rows.starts + Int64(owner if is_owned else Int32(0)) * 4
         first, last = [ptx.load_global_s32_in_order(start + 4 * i, is_shared=True) for i in range(2)]
-        last = cutlass.min(last, rows.total)
-        is_there = self.is_slot(rows, slot) & is_owned & (position >= 0)
+        return is_owned, first, cutlass.min(last, rows.total)
+
+    @cute.jit
+    def run_row(
+        self,
+        rows: Rows,
+        row: Int32,
+        facts: tuple[Any, Any, Any],
+        bounds: tuple[Any, Any, Any],
+        own: list[Any],
+        beside: Any,
+    ) -> None:
+        """Close a row's latent with the row before, and keep the row, where that is wanted. own, beside: of the row,
+        and of the one before in the step if it has been asked for."""
+        position, slot, owner = facts
+        is_owned, first, last = bounds
+        is_there = self.is_slot(rows, slot) & is_owned & (position >= 0) & (row < rows.total)
         closes = is_there & (Int32(position) & 1 == 1)
         keeps = is_there & (row >= last - rows.ring.divisor) & (row < last)
         # of a chunk that goes round the ring: the row that overwrites what the request's first row reads
         turns = cutlass.max(last - first, Int32(0)) // rows.ring
         late = first - 1 + turns * rows.ring.divisor
-        reader = owner
-        if (turns > 0) & (row == late):
-            reader = ptx.load_global_s32_in_order(rows.owners + Int64(first) * 4)
-        is_read = (turns > 0) & (row == late) & (reader >= 0) & (reader < rows.requests)
-        keeps_own = keeps & (not is_read)
+        is_late = keeps & (turns > 0) & (row == late) & (first >= 0)
+        of_first = ptx.load_global_s32_where(is_late, rows.owners + Int64(first) * 4)
+        keeps_own = keeps & ((is_late ^ True) | (of_first != owner))
         page, number = divmod(Int32(slot if is_there else Int64(0)), rows.ring)
         ring = rows.state + Int64(page) * rows.page_stride + Int64(cute.arch.lane_idx() * 16)
-        if closes | keeps_own:
-            if const_expr(not self.early):
-                own = self.load_row(self.row_address(rows, row))
-            if closes:
-                before = ring + Int64(number - 1 if number > 0 else rows.ring.divisor - 1) * (2 * HALF_ROW)
-                before = self.row_address(rows, row - 1) if (row > first) & (row > 0) else before
-                self.store_latent(rows, row, self.weighted(self.load_row(before), own))
-            self.keep_row(ring + Int64(number) * (2 * HALF_ROW), own, keeps_own)
-        if (row == first) & is_owned & (turns > 0):
+        if closes:
+            is_first = (row <= first) | (row <= 0)
+            in_ring = ring + Int64(number - 1 if number > 0 else rows.ring.divisor - 1) * (2 * HALF_ROW)
+            if const_expr(beside is None):
+                before = self.load_row(in_ring if is_first else self.row_address(rows, row - 1))
+            else:
+                before = beside
+                if is_first:
+                    before = self.load_row(in_ring)
+            self.store_latent(rows, row, self.weighted(before, own))
+        self.keep_row(ring + Int64(number) * (2 * HALF_ROW), own, keeps_own)
+        if (row == first) & is_owned & (turns > 0) & (row < rows.total):
             slot = ptx.load_global_s64_in_order(rows.slots + Int64(late) * 8)
             position = ptx.load_global_s64_in_order(rows.positions + Int64(late) * 8)
             of_late = ptx.load_global_s32_in_order(rows.owners + Int64(late) * 4)
-            is_there = self.is_slot(rows, slot) & (position >= 0) & (of_late >= 0) & (of_late < rows.requests)
+            is_there = self.is_slot(rows, slot) & (position >= 0) & (of_late == owner)
             page, number = divmod(Int32(slot if is_there else Int64(0)), rows.ring)
             ring = rows.state + Int64(page) * rows.page_stride + Int64(cute.arch.lane_idx() * 16)
             words = self.load_row(self.row_address(rows, late))
@@ -229,15 +270,15 @@ class LatentKey(KernelKey):
     """What distinguishes one compiled kernel from another.
 
     ratio         1 or 2
-    early         of ratio 2: whether rows are asked for before their numbers have come
-    through_l1    whether rows may go through L1
+    through_l1    of ratio 1: whether rows may go through L1
+    pairs         of ratio 2: whether a warp takes two rows
     """
 
     kernel_name: ClassVar[str] = "compressor.latent"
-    tuning: ClassVar[tuple[str, ...]] = ("early", "through_l1")
+    tuning: ClassVar[tuple[str, ...]] = ("through_l1", "pairs")
     ratio: int = 1
-    early: bool = False
     through_l1: bool = False
+    pairs: bool = False
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -252,19 +293,19 @@ class LatentKey(KernelKey):
 
 def key_for(arch: str, ratio: int, rows: int) -> LatentKey:
     """The kernel of calls of so many rows."""
-    is_few = rows <= FEW_ROWS
-    return LatentKey(arch, ratio, early=ratio == 2 and is_few, through_l1=ratio == 1 and not is_few)
+    is_many = rows > FEW_ROWS[ratio]
+    return LatentKey(arch, ratio, through_l1=ratio == 1 and is_many, pairs=ratio == 2 and is_many)
 
 
 def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[LatentKey]:
     """Those of the model's ratios, for few rows and for more."""
-    keys = [key_for(arch, ratio, rows) for ratio in latent_ratios(config) for rows in (1, FEW_ROWS + 1)]
+    keys = [key_for(arch, ratio, rows) for ratio in latent_ratios(config) for rows in (1, FEW_ROWS[ratio] + 1)]
     return list(dict.fromkeys(keys))
 
 
 @cache
 def _key(device_index: int, ratio: int, is_few: bool) -> LatentKey:
-    return key_for(arch_of(device_index), ratio, 1 if is_few else FEW_ROWS + 1)
+    return key_for(arch_of(device_index), ratio, 1 if is_few else FEW_ROWS[ratio] + 1)
 
 
 def why_not(call: LatentCall) -> str:
@@ -301,7 +342,7 @@ def launch(call: LatentCall) -> None:
         step = call.positions.data_ptr(), slots.data_ptr(), owners.data_ptr(), starts.data_ptr(), starts.shape[0] - 1
         ring = state.data_ptr(), state.stride(0) * 4, state.shape[1], state.shape[0] * state.shape[1]
     launch_key(
-        _key(call.out.device.index, call.compress_ratio, count <= FEW_ROWS),
+        _key(call.out.device.index, call.compress_ratio, count <= FEW_ROWS[call.compress_ratio]),
         call.out.device.index,
         call.norm_weight,
         call.kv_score.data_ptr(),

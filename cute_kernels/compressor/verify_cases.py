@@ -357,20 +357,21 @@ def _latents_agree(names: list[str], got: Sequence[Any], want: Sequence[Any]) ->
     return compare_arguments(others, [g[name] for name in others], [w[name] for name in others])
 
 
-_LATENTS = ((_MIXED, 2, 8), (_MIXED, 1, 8), ([300, 1, 129], 2, 16), ([1] * 70, 2, 8), ([700], 1, 8))
+_LATENTS = (
+    (_MIXED, 2, 8),
+    (_MIXED * 4, 2, 8),
+    (_MIXED, 1, 8),
+    ([300, 1, 129], 2, 16),
+    ([1] * 70, 2, 8),
+    ([700], 1, 8),
+)
 """(tokens of the requests, ratio, rows of a ring)"""
 
 
 def latents() -> Iterator[Example]:
     """compress_latent(kv_score, positions, token_to_req_indices, query_start_loc, state_cache, slot_mapping,
     norm_weight, eps, compress_ratio, out, use_pdl)"""
-    for lengths, ratio, ring in (
-        (_MIXED, 2, 8),
-        (_MIXED, 1, 8),
-        ([300, 1, 129], 2, 16),
-        ([1] * 70, 2, 8),
-        ([700], 1, 8),
-    ):
+    for lengths, ratio, ring in _LATENTS:
         a = latent_step(lengths, ratio, ring, seed=len(lengths))
         a["use_pdl"] = len(lengths) > 3
         agree = partial(_latents_agree, list(a))

@@ -13,7 +13,6 @@ import torch
 from cute_kernels.indexer import select, topk_select
 from cute_kernels.indexer.call import LogitsCall, PagedLogitsCall, ScoreTopKDecodeCall, ScoreTopKPrefillCall
 from cute_kernels.indexer.hopper.logits import LogitsKey
-from cute_kernels.indexer.hopper.logits_candidates import CandidateLogitsKey
 from cute_kernels.indexer.mma_sync.logits import PortableLogitsKey
 from cute_kernels.indexer.params import KEY_TILE
 from cute_kernels.indexer.topk_select import decode_bounds, prefill_bounds, slots
@@ -77,7 +76,7 @@ def code_strides(tensor: torch.Tensor, rows: int) -> tuple[int, int, int, int]:
 def scale_arguments(key: KernelKey, q_scale: torch.Tensor | None) -> tuple[int, ...]:
     """What hopper/logits_mxfp4 and blackwell/logits take more than hopper/logits: address of the queries' scales
     [..., row, head] and strides in bytes, by request, if there are several, and row. Zeros where `q_scale` is None."""
-    if isinstance(key, LogitsKey | CandidateLogitsKey):
+    if isinstance(key, LogitsKey):
         return ()
     if q_scale is None:
         return 0, 0, 0

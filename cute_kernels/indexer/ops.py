@@ -1193,9 +1193,9 @@ def _validate_score_candidates_decode(call: CandidatesDecodeCall) -> None:
 
 
 def _score_candidates_decode_kernel() -> OpKernel[CandidatesDecodeCall]:
-    from cute_kernels.indexer.candidates import KERNEL
+    from cute_kernels.indexer.candidates import DECODE
 
-    return KERNEL
+    return DECODE
 
 
 _score_candidates_decode = define_op(
@@ -1230,6 +1230,12 @@ def _validate_score_candidates_prefill(call: CandidatesPrefillCall) -> None:
     _validate_candidates("score_candidates_prefill", call.candidates, _candidate_lengths(call))
 
 
+def _score_candidates_prefill_kernel() -> OpKernel[CandidatesPrefillCall]:
+    from cute_kernels.indexer.candidates import PREFILL
+
+    return PREFILL
+
+
 _score_candidates_prefill = define_op(
     "score_candidates_prefill(Tensor q, Tensor? q_scale, Tensor k, Tensor k_scale, Tensor weights, "
     "Tensor cu_seq_len_k_start, Tensor cu_seq_len_k_end, Tensor candidates, SymInt max_seqlen_k, Tensor(a!) out, "
@@ -1237,6 +1243,7 @@ _score_candidates_prefill = define_op(
     CandidatesPrefillCall,
     check=_check_score_candidates_prefill,
     reference=reference.score_candidates_prefill,
+    kernel=_score_candidates_prefill_kernel,
     cost=_cost_score_candidates_prefill,
     validate=_validate_score_candidates_prefill,
 )

@@ -22,7 +22,6 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl import ptx
-from cute_kernels.indexer.chunks import CANDIDATE_BLOCK
 
 WARP = 32
 
@@ -123,24 +122,6 @@ class Windows(NamedTuple):
         return low, high, (high - low + (keys - 1)) // keys
 
 
-class CandidateWindows(Windows):
-    """Of rows that see the keys of their candidate blocks alone, counted in the order of these: a row has candidates
-    for all columns, or fewer if these are all its blocks. The newest block, the last one, alone may not be full. There
-    are no starts."""
-
-    @cute.jit
-    def keys(self, end: Any) -> Any:
-        """How many keys there are in the candidates of a row that sees so many."""
-        end = cutlass.max(cutlass.min(end, self.limit), Int32(0))
-        missing = (end + (CANDIDATE_BLOCK - 1)) // CANDIDATE_BLOCK * CANDIDATE_BLOCK - self.columns
-        return end - cutlass.max(missing, Int32(0))
-
-    @cute.jit
-    def clip(self, start: Any, end: Any) -> tuple[Any, Any, Any]:
-        stop = self.keys(end)
-        return Int32(0), (stop if stop > self.skip else Int32(0)), Int32(0)
-
-
 class KeyCache(NamedTuple):
     """Where keys are, as far as TMA descriptors do not know it: `scales` is the address of the scale of key 0 of
     page 0, `page_boxes` the TMA boxes of a page, as a divisor, `count` the number of contiguous keys, which have no
@@ -169,44 +150,10 @@ class KeyCache(NamedTuple):
         return page if page < self.pages else Int32(-1)
 
     @cute.jit
-    def locate(self, request: Any, row: Any, box: Any, is_wanted: Any) -> tuple[Any, Any]:
-        """Page, negative if there is none, and place in it of a TMA box of a request's keys, for its row."""
+    def locate(self, request: Any, box: Any, is_wanted: Any) -> tuple[Any, Any]:
+        """Page, negative if there is none, and place in it of a TMA box of a request's keys."""
         page, place = self.load_page(request, box, is_wanted)
         return self.existing(page), place
-
-
-class CandidateCache(NamedTuple):
-    """As KeyCache, of keys in candidate blocks, a TMA box each: address of the candidates, and bytes from one row's to
-    the next one's."""
-
-    keys: KeyCache
-    candidates: Any
-    stride: Any
-
-    @property
-    def scales(self) -> Any:
-        return self.keys.scales
-
-    @property
-    def page_stride(self) -> Any:
-        return self.keys.page_stride
-
-    @cute.jit
-    def load_block(self, row: Any, box: Any, is_wanted: Any) -> Any:
-        """Block that is candidate number `box` of the row, negative if it is not wanted."""
-        address = self.candidates + Int64(row) * self.stride + Int64(box) * 4
-        return ptx.load_global_s32_where(is_wanted, address, is_shared=True)
-
-    @cute.jit
-    def load_page(self, request: Any, block: Any) -> tuple[Any, Any]:
-        """As of KeyCache, of a block."""
-        return self.keys.load_page(request, cutlass.max(block, Int32(0)), block >= 0)
-
-    @cute.jit
-    def locate(self, request: Any, row: Any, box: Any, is_wanted: Any) -> tuple[Any, Any]:
-        """As of KeyCache, of candidate number `box` of the row."""
-        page, place = self.load_page(request, self.load_block(row, box, is_wanted))
-        return self.keys.existing(page), place
 
 
 # ---- tile scheduler

@@ -121,7 +121,6 @@ class QueryCopy(NamedTuple):
 class Producer:
     """A producer warp.
 
-    cache            KeyCache or CandidateCache
     config           rows, heads, columns, keys (of a tile), box, boxes, row_bytes, stages, producers, q_scale_words
     smem             headers, scales, weights, windows and, with q_scales, q_scales
     bars             keys and queries: rings
@@ -129,8 +128,6 @@ class Producer:
     key_copy         address of the TMA descriptor, address of the stages of keys
     q_scales         None, or of MXFP4: address of the first head's, strides in bytes by request and row
     scale_preparer   None, or what Hopper's MXFP4 producers do to scales that have come
-    looks_ahead      of candidates: whether pages are looked up while the keys before are asked for, and candidates
-                     while these pages are
     """
 
     config: Any
@@ -146,7 +143,11 @@ class Producer:
     query_copy: QueryCopy
     q_scales: tuple[Any, Any, Any] | None = None
     scale_preparer: Any = None
-    looks_ahead: bool = False
+
+    @property
+    def lanes_copy_keys(self) -> bool:
+        """Whether all lanes arrive when a stage's keys have come, since they copy some of what belongs to these."""
+        return not self.paged
 
     @cute.jit
     def run(self, consumer: Any) -> None:
@@ -158,10 +159,7 @@ class Producer:
             pages, boxes = self.load_pages(work_tile, Int32(0))
             query_stage, use = consumer * QUERY_STAGES + turn % QUERY_STAGES, turn // QUERY_STAGES & 1
             self.copy_queries_async(work_tile, query_stage, use)
-            if const_expr(self.paged):
-                stage, phase = self.copy_pages_async(work_tile, pages, boxes, stage, phase)
-            else:
-                stage, phase = self.copy_keys_async(work_tile, stage, phase)
+            stage, phase = self.copy_tiles_async(work_tile, pages, boxes, stage, phase)
             return stage, phase, turn + 1
 
         start = consumer, Int32(0), Int32(0)
@@ -169,7 +167,7 @@ class Producer:
         self.bars.keys.wait_empty(stage, phase)
         if lane == 0:
             self.publish_header(stage, END, 0, 0, 0)
-        if const_expr(not self.paged):
+        if const_expr(self.lanes_copy_keys):
             cute.arch.cp_async_mbarrier_arrive_noinc(self.bars.keys.full(stage))
         # no lane ends with copies under way
         cute.arch.cp_async_commit_group()
@@ -231,9 +229,18 @@ class Producer:
             ptx.copy_async_32(place, source + Int64(row) * by_row + Int64(head) * 4, row < rows)
 
     @cute.jit
+    def copy_tiles_async(self, work_tile: WorkTile, pages: Any, boxes: Any, stage: Any, phase: Any) -> Any:
+        """The consumer's tiles of a work tile, of whose first boxes the pages have been loaded. Returns its next stage
+        and phase."""
+        if const_expr(self.paged):
+            stage, phase = self.copy_pages_async(work_tile, pages, boxes, stage, phase)
+        else:
+            stage, phase = self.copy_keys_async(work_tile, stage, phase)
+        return stage, phase
+
+    @cute.jit
     def copy_keys_async(self, work_tile: WorkTile, stage: Any, phase: Any) -> Any:
-        """The consumer's tiles of a work tile of contiguous keys, which are those of one page; scales may lie anywhere.
-        Returns its next stage and phase."""
+        """As copy_tiles_async, of contiguous keys, which are those of one page; scales may lie anywhere."""
         config, ring = self.config, self.bars.keys
         lane = cute.arch.lane_idx()
         copy, target = self.key_copy
@@ -258,24 +265,15 @@ class Producer:
 
     @cute.jit
     def copy_pages_async(self, work_tile: WorkTile, pages: Any, boxes: Any, stage: Any, phase: Any) -> Any:
-        """As copy_keys_async, of keys in pages whose scales follow each other there; the pages of the work tile's first
-        boxes have been loaded."""
+        """As copy_tiles_async, of keys in pages whose scales follow each other there."""
         config, ring = self.config, self.bars.keys
         lane = cute.arch.lane_idx()
         copy, target = self.key_copy
         # a lane loads the pages of every `step`th tile's boxes only
         per_load = WARP // config.boxes
         taken = (work_tile.count - work_tile.own + work_tile.step - 1) // work_tile.step
-        next_pages, next_boxes, blocks = pages, boxes, Int32(-1)
-        if const_expr(self.looks_ahead):
-            blocks = self.load_blocks(work_tile, Int32(per_load))
         for start in cutlass.range(0, taken, per_load, unroll=1):
-            if const_expr(self.looks_ahead):
-                if start > 0:
-                    pages, boxes = self.cache.keys.existing(next_pages), next_boxes
-                next_pages, next_boxes = self.cache.load_page(work_tile.request, blocks)
-                blocks = self.load_blocks(work_tile, start + 2 * per_load)
-            elif start > 0:
+            if start > 0:
                 pages, boxes = self.load_pages(work_tile, start)
             are_there = cute.arch.vote_ballot_sync(pages >= 0)
             for i in cutlass.range(cutlass.min(Int32(per_load), taken - start), unroll=1):
@@ -307,27 +305,19 @@ class Producer:
     def load_pages(self, work_tile: WorkTile, start: Any) -> tuple[Any, Any]:
         """Page, negative if there is none, and place in it of a TMA box for each lane: those of the consumer's tiles
         from its number `start` on. Nothing is read beyond the keys' end."""
-        cache = self.cache
         page, place = Int32(0), Int32(0)
         if const_expr(self.paged):
-            row, box, is_wanted = self.own_box(work_tile, start)
-            page, place = cache.locate(work_tile.request, row, box, is_wanted)
+            page, place = self.cache.locate(work_tile.request, *self.own_box(work_tile, start))
         return page, place
 
     @cute.jit
-    def load_blocks(self, work_tile: WorkTile, start: Any) -> Any:
-        """The candidates that load_pages would look up pages for."""
-        return self.cache.load_block(*self.own_box(work_tile, start))
-
-    @cute.jit
-    def own_box(self, work_tile: WorkTile, start: Any) -> tuple[Any, Any, Any]:
-        """A lane's TMA box among those of the consumer's tiles from its number `start` on: the row of the call, number
-        of the box, and whether there is one."""
+    def own_box(self, work_tile: WorkTile, start: Any) -> tuple[Any, Any]:
+        """A lane's TMA box among those of the consumer's tiles from its number `start` on: the number of the box, and
+        whether there is one."""
         config, number = self.config, cute.arch.lane_idx()
         tile = work_tile.own + (start + number // config.boxes) * work_tile.step
         box = work_tile.first_key // config.box + tile * config.boxes + number % config.boxes
-        row = work_tile.request * self.groups.count + work_tile.first_row
-        return row, box, (tile < work_tile.count) & (box * config.box < work_tile.stop)
+        return box, (tile < work_tile.count) & (box * config.box < work_tile.stop)
 
 
 @cute.jit

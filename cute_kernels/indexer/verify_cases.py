@@ -607,25 +607,39 @@ def score_candidates_decode() -> Iterator[Example]:
         yield Example(name, arguments, _agree_candidates)
 
 
-_CANDIDATES_PREFILL = ((1, 32, 900, 0, 64, 16), (37, 64, 1300, 0, 100, 40), (9, 32, 700, 300, 7, 4))
-"""(rows, heads, keys, columns of the compressed form, k, candidate blocks)"""
+_CANDIDATES_PREFILL = (
+    (1, 32, 900, 0, 64, 16, 1, _FP8),
+    (37, 64, 1300, 0, 100, 40, 37, _FP8),
+    (9, 32, 700, 300, 7, 4, 9, _FP8),
+    (50, 32, 1500, 900, 60, 64, 13, _FP8),
+    (37, 32, 1300, 0, 100, 40, 37, _MXFP4),
+    (9, 64, 700, 300, 20, 16, 4, _MXFP4),
+)
+"""(rows, heads, keys, columns of the compressed form, k, candidate blocks, rows that fit into the workspace, format)"""
 
 
 def score_candidates_prefill() -> Iterator[Example]:
     """score_candidates_prefill(q, q_scale, k, k_scale, weights, start, end, candidates, max_seqlen_k, out,
     workspace)"""
-    for rows, heads, keys, columns, k, blocks in _CANDIDATES_PREFILL:
+    for rows, heads, keys, columns, k, blocks, fit, kv_format in _CANDIDATES_PREFILL:
         g = torch.Generator().manual_seed(rows + keys)
-        scale = _choice(g, [0.5, 1.0, 2.0], keys)
         start = torch.randint(0, keys // 2, (rows,), generator=g)
         end = start + torch.randint(-9, keys + 9, (rows,), generator=g)
         start[0], end[0] = 0, keys
+        start[-1] -= 13 * (rows > 1)
         lengths = end.clamp(max=keys) - start
         candidates = candidates_of(g, lengths.clamp(max=columns) if columns else lengths, blocks)
-        inputs = _small_codes(g, rows, heads, INDEX_DIM), None, _small_codes(g, keys, INDEX_DIM), scale
+        inputs: tuple[torch.Tensor | None, ...]
+        if kv_format == _FP8:
+            scale = _choice(g, [0.5, 1.0, 2.0], keys)
+            inputs = _small_codes(g, rows, heads, INDEX_DIM), None, _small_codes(g, keys, INDEX_DIM), scale
+        else:
+            inputs = *_small_mxfp4(g, rows, heads), *_small_mxfp4(g, keys)
         weights = _choice(g, [0.0, 1.0, -1.0, 0.5], rows, heads)
-        results = _results(rows, k, rows * row_bytes(candidate_columns(blocks)))
-        name = f"{rows} rows, {heads} heads, {k} picks of {blocks} blocks of {keys} keys, {columns} columns"
+        results = _results(rows, k, fit * row_bytes(candidate_columns(blocks)))
+        name = (
+            f"{rows} rows, {heads} heads, {k} picks of {blocks} blocks of {keys} keys, {columns} columns, {kv_format}"
+        )
         arguments = (*inputs, weights, start.int(), end.int(), candidates, columns, *results)
         yield Example(name, arguments, _agree_candidates)
 

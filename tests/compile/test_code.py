@@ -38,7 +38,6 @@ from cute_kernels.indexer import launch as scores
 from cute_kernels.indexer import select as select_scores
 from cute_kernels.indexer.hopper.logits import MANY_COLUMNS, LogitsKey
 from cute_kernels.indexer.hopper.logits_candidates import CandidateLogitsKey
-from cute_kernels.indexer.hopper.logits_candidates_mxfp4 import CandidateMxfp4Key
 from cute_kernels.indexer.hopper.logits_mxfp4 import HALVES
 from cute_kernels.indexer.mma_sync.logits import STEP, PortableLogitsKey
 from cute_kernels.indices.c128a import EntriesKey
@@ -370,13 +369,15 @@ def saves() -> Iterator[Row]:
 
 
 def latents() -> Iterator[Row]:
-    """Of ratio 1 48 warps of a multiprocessor find registers, 2 KB of each in flight; of ratio 2 half of the warps have
-    8 KB each."""
-    for arch, ratio, rows in itertools.product(MOVING, (1, 2), (1, latent.FEW_ROWS + 1)):
+    """Of ratio 1 48 warps of a multiprocessor find registers, 2 KB of each in flight; of ratio 2 and many rows 16, with
+    8 KB each. A warp's rows are asked for at once; the row before, or one that the ring keeps, may come later."""
+    for arch, ratio, rows in itertools.product(MOVING, (1, 2), (1, 1 << 20)):
         key = latent.key_for(arch, ratio, rows)
-        loads = 4 if ratio == 1 else 3 * 8
-        ptx = {r"ld\.relaxed\.gpu\S*\.v4\.b32": loads, r"ld\.global\.nc\.v2\.b32": 4} | waits(arch)
-        yield Row(key, 40 if ratio == 1 else 80, ptx, smem=0, absent=DIVISIONS, threads=128)
+        each = 2 if key.pairs else 1
+        loads = 4 if ratio == 1 else 8 * (3 + 3 * (each - 1))
+        ptx = {r"ld\.relaxed\.gpu\S*\.v4\.b32": loads, r"ld\.global\.nc\.v2\.b32": 4 * each} | waits(arch)
+        registers = 128 if key.pairs else 40 if ratio == 1 else 80
+        yield Row(key, registers, ptx, smem=0, absent=DIVISIONS, threads=128)
     kinds = [*itertools.product(MOVING, (FP8_DS_MLA, INDEXER_FP8, INDEXER_MXFP4))]
     for arch, fmt in (*kinds, *itertools.product((HOPPER, "sm_100a"), (MXFP8_V41, NVFP4_V41))):
         key = latent_store.LatentStoreKey(arch, fmt.id)
@@ -393,8 +394,8 @@ def maxima_of_blocks() -> Iterator[Row]:
 
 
 def scores_of_candidates() -> Iterator[Row]:
-    for heads, kind in itertools.product((16, 32, 64), (CandidateLogitsKey, CandidateMxfp4Key)):
-        key = kind(HOPPER, heads)
+    for heads, mxfp4 in itertools.product((16, 32, 64), (False, True)):
+        key = CandidateLogitsKey(HOPPER, heads, mxfp4, paged=heads == 32)
         yield Row(key, 65536 // key.config.threads, waits(HOPPER), threads=key.config.threads)
 
 

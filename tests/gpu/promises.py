@@ -390,6 +390,9 @@ NO_ROWS: dict[str, Mapping[str, int]] = ROWS | {
     "merge_top_k_keys": {"keys": 1} | dict.fromkeys(("out", "out_slots", "out_lens"), 0),
     "paged_mqa_logits": dict.fromkeys(_SCORED, 0),
     "score_candidates_decode": dict.fromkeys((*_SCORED, "candidates"), 0),
+    "score_candidates_prefill": dict.fromkeys(
+        ("q", "q_scale", "weights", "cu_seq_len_k_start", "cu_seq_len_k_end", "candidates", "out"), 0
+    ),
     "score_top_k_decode": dict.fromkeys(_SCORED, 0),
     "score_top_k_prefill": dict.fromkeys(
         ("q", "q_scale", "weights", "cu_seq_len_k_start", "cu_seq_len_k_end", "out"), 0

@@ -13,7 +13,8 @@ import torch
 
 from cute_kernels import formats
 from cute_kernels.indexer import select
-from cute_kernels.indexer.chunks import row_bytes
+from cute_kernels.indexer.chunks import candidate_columns, row_bytes
+from cute_kernels.indexer.verify_cases import candidates_of
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
@@ -300,3 +301,63 @@ def test_memory_of_a_long_prefill() -> None:
     assert ops.score_top_k_workspace_size(rows, keys, k) <= 1 << 30
     some = slice(4000, 4032)
     assert torch.equal(got[some], data.unfused(k, 0, some))
+
+
+# Candidate blocks
+
+BLOCKS, PICKS = 100, 64
+
+
+def chosen_blocks(lengths: torch.Tensor) -> torch.Tensor:
+    return candidates_of(torch.Generator().manual_seed(7), lengths.cpu(), BLOCKS).cuda()
+
+
+def leave_out_others(logits: torch.Tensor, candidates: torch.Tensor, start: torch.Tensor) -> None:
+    """Scores of keys outside candidate blocks, which are counted from the rows' starts, become -inf."""
+    rows, columns = logits.shape
+    key = torch.arange(columns, device="cuda") - start[:, None]
+    is_in = torch.zeros(rows, columns // 8 + 2, dtype=torch.bool, device="cuda")
+    is_in.scatter_(1, torch.where(candidates < 0, is_in.shape[1] - 1, candidates).long(), True)
+    logits.masked_fill_(~is_in.gather(1, key.clamp(min=0) // 8) | (key < 0), -torch.inf)
+
+
+@pytest.mark.parametrize("codes", ["normal", "exact", "nan"])
+@pytest.mark.parametrize(
+    ("requests", "next_n", "columns", "heads"),
+    [(1, 1, 33000, 64), (13, 1, 3500, 32), (150, 1, 1200, 32), (7, 6, 8192, 32)],
+)
+def test_decode_picks_among_candidates(codes: str, requests: int, next_n: int, columns: int, heads: int) -> None:
+    data = Decode(codes, requests, next_n, columns, heads)
+    candidates = chosen_blocks(data.lens.clamp(0, columns))
+    args = data.requests(slice(None))
+    logits = ops.paged_mqa_logits(*args, None, columns)
+    leave_out_others(logits, candidates, int32(torch.zeros(len(data.w))))
+    want = torch.full((len(data.w), PICKS), POISON, dtype=INT, device="cuda")
+    strides = logits.stride(0), logits.stride(1)
+    ops.top_k_per_row_decode(logits, next_n, data.lens, want, len(data.w), *strides, PICKS)
+    for fit in (1, requests):
+        out, whole = results(len(data.w), PICKS)
+        workspace = scratch(fit * next_n * row_bytes(candidate_columns(BLOCKS)))
+        ops.score_top_k_decode(*args, columns, PICKS, out=out, workspace=workspace, candidates=candidates)
+        assert untouched(whole, out)
+        assert torch.equal(out, want), (fit, (out != want).any(1).nonzero()[:5, 0].tolist())
+
+
+@pytest.mark.parametrize("codes", ["normal", "exact", "nan"])
+@pytest.mark.parametrize(("rows", "keys", "heads"), [(1, 5000, 64), (23, 9531, 32), (300, 1700, 32)])
+def test_prefill_picks_among_candidates(codes: str, rows: int, keys: int, heads: int) -> None:
+    data = Prefill(codes, rows, keys, heads)
+    data.start, data.end = data.start.clamp(0, keys), data.end.clamp(0, HIGH)
+    candidates = chosen_blocks((data.end.clamp(max=keys) - data.start).clamp(min=0))
+    args = data.rows(slice(None))
+    logits = ops.mqa_logits(*args, False)
+    leave_out_others(logits, candidates, data.start)
+    want = torch.full((rows, PICKS), POISON, dtype=INT, device="cuda")
+    bounds = data.start, data.end.clamp(max=keys)
+    ops.top_k_per_row_prefill(logits, *bounds, want, rows, logits.stride(0), logits.stride(1), PICKS)
+    for fit in (1, rows):
+        out, whole = results(rows, PICKS)
+        workspace = scratch(fit * row_bytes(candidate_columns(BLOCKS)))
+        ops.score_top_k_prefill(*args, PICKS, out=out, workspace=workspace, candidates=candidates)
+        assert untouched(whole, out)
+        assert torch.equal(out, want), (fit, (out != want).any(1).nonzero()[:5, 0].tolist())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from layers import V41Caches, V41StepBuilder, V41Tables, late_rows, random_v41_layer_tensors
+from layers import V41Caches, V41StepBuilder, V41Tables, late_rows, random_v41_layer_tensors, v41_indexer
 from layers.v41_config import CONSUMER, KINDS
 from tests import oracle
 from tests.layers.v41_engine import CONFIG, Engine, Request, hidden_rows, model, same
@@ -76,13 +76,15 @@ def one_shot(engine: Engine, hidden: torch.Tensor) -> tuple[Request, list[torch.
 
 
 @pytest.mark.parametrize(("index_cache", "kv_cache"), [("fp8", "fp8_ds_mla"), ("mxfp4", "mxfp8_v41+nvfp4_v41")])
-def test_steps_of_any_size_give_the_same_bits(index_cache: str, kv_cache: str) -> None:
-    """Chunks, decodes and single tokens, next to other requests, on other pages."""
+def test_steps_of_any_size_give_the_same_bits(index_cache: str, kv_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks, decodes and single tokens, next to other requests, on other pages; longer chunks score the keys of
+    candidates alone."""
     layers, total = model(index_cache=index_cache, kv_cache=kv_cache), 150
     hidden, others = hidden_rows(total, 3), hidden_rows(260, 4)
     reference = Engine(layers, seed=2)
     whole, expected, picks = one_shot(reference, hidden)
     assert all(torch.isfinite(out).all() for out in expected)
+    monkeypatch.setattr(v41_indexer, "MOST_SHARED", 40)
     rng, engine = random.Random(3), Engine(layers, seed=3)
     request, other = engine.request(), engine.request()
     found: list[list[torch.Tensor]] = [[] for _ in layers]

@@ -17,7 +17,8 @@ from tests.model.tasks import Task
 @instruction("cp.async.ca", "cp.async.cg")
 def _copy(op: Op) -> Run:
     to, of, size = op.address(0, 32), op.address(1, 64), int(op.args[2])
-    given = op.program.slot(op.args[3], op.scope, 32) if len(op.args) > 3 else None
+    has_size = len(op.args) - op.opcode.endswith("cache_hint") > 3
+    given = op.program.slot(op.args[3], op.scope, 32) if has_size else None
 
     def copy(warp: Any, lanes: Any) -> None:
         target = warp.shared.position(chosen(lanes, addresses(warp, *to)), size)

@@ -62,8 +62,7 @@ def test_info_says_what_is_supported(capsys: Capture) -> None:
     groups = listed_ops(out)
     assert "quantize_and_insert_k_cache" in groups["measured sm_90a, compiled sm_80 sm_89 sm_100a sm_103a sm_120a"]
     assert sorted(name for names in groups.values() for name in names) == sorted(registry.all_ops())
-    # every other op has a kernel
-    assert groups["reference everywhere"] == ["score_candidates_prefill"]
+    assert "reference everywhere" not in groups
 
 
 def listed_ops(out: str) -> dict[str, list[str]]:
@@ -121,8 +120,7 @@ def test_info_on_gpus(capsys: Capture, gpu: SimpleNamespace) -> None:
     [
         (
             (9, 0),
-            r"A GPU, sm_90a: of \d+ ops \d+ have kernels measured on it(, \d+ kernels compiled [^,]*)?"
-            r", 1 no kernel [^,]*\.\n",
+            r"A GPU, sm_90a: of \d+ ops \d+ have kernels measured on it(, \d+ kernels? compiled [^,]*)?\.\n",
         ),
         ((10, 0), r"A GPU, sm_100a: of \d+ ops \d+ kernels compiled .* run once `python -m cute_kernels verify` has"),
         ((8, 6), r"A GPU, sm_86: .* were never run: start with `python -m cute_kernels verify`"),

@@ -44,11 +44,12 @@ def copy_async_128(shared: Any, source: Any, predicate: Any = None) -> None:
     )
 
 
-def copy_async_128_once(shared: Any, source: Any, predicate: Any = None) -> None:
-    """sm_80 and up. As copy_async_128, past L1: for what is read once."""
+def copy_async_128_once(shared: Any, source: Any, predicate: Any = None, policy: Any = None) -> None:
+    """sm_80 and up. As copy_async_128, past L1: for what is read once. policy: of L2, if it is not the usual one."""
+    hint, last = ("", "") if policy is None else (".L2::cache_hint", ", {$r2}")
     inline_ptx(
-        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;",
-        read_only_args=[Int32(shared), Int64(source)],
+        f"cp.async.cg.shared.global{hint} [{{$r0}}], [{{$r1}}], 16{last};",
+        read_only_args=[Int32(shared), Int64(source), *([] if policy is None else [Int64(policy)])],
         predicate=predicate,
     )
 

@@ -68,6 +68,15 @@ class Epilogue:
         """Rows of an accumulator whose scores the thread stores."""
         return -(-self.rows // 2)
 
+    @property
+    def has_holes(self) -> bool:
+        """Whether a row may see keys that do not exist, which score -inf."""
+        return self.paged
+
+    def is_there(self, tile: KeyTile, own: Any) -> Any:
+        """Whether key number `own` of a tile exists."""
+        return tile.boxes & (1 << (own // self.config.box)) != 0
+
     def allocate(self) -> RowState:
         return RowState.allocate(self.config.columns // 4, self.held * self.config.accumulators)
 
@@ -121,9 +130,8 @@ class Epilogue:
         for i in range_constexpr(len(sums)):
             row = index * self.held + i
             score = sums[i] * scale
-            if const_expr(self.paged):
-                is_there = tile.boxes & (1 << (own // self.config.box)) != 0
-                score = score if is_there else Float32(-Float32.inf)
+            if const_expr(self.has_holes):
+                score = score if self.is_there(tile, own) else Float32(-Float32.inf)
             is_seen = (key >= firsts[row]) & (key < stops[row])
             if const_expr(is_wanted is not None):
                 is_seen = is_seen & is_wanted[i]

@@ -91,6 +91,8 @@ class LogitsConfig:
 
     keys: ClassVar[int] = KEY_TILE
     row_bytes: ClassVar[int] = INDEX_DIM
+    fences_keys: ClassVar[bool] = False
+    """Whether threads, not TMA, write the keys that tensor cores read."""
 
     @property
     def columns(self) -> int:
@@ -208,6 +210,8 @@ class Consumer:
         is_running = Int32(1)
         while is_running != 0:
             tile = wait_key_tile(bars.keys, self.smem.headers, stage, phase)
+            if const_expr(config.fences_keys):
+                cute.arch.fence_view_async_shared()
             if tile.group < 0:
                 is_running = Int32(0)
             else:
