@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -141,7 +141,7 @@ def _group(tokens: int) -> str:
 
 def _deepgemms_kernels(cases: Sequence[Case]) -> None:
     """Have DeepGEMM compile what the cases take."""
-    shapes = [(case.rows, *(case.shape[name] for name in ("groups", "N", "K"))) for case in cases]
+    shapes = [(case.rows, case.shape.get("groups", 1), case.shape["N"], case.shape["K"]) for case in cases]
     compile_products(Product(rows, groups, n, k, groups > 1) for rows, groups, n, k in shapes)
 
 
@@ -182,6 +182,17 @@ def make_squares(tokens: int, heads: int, outputs: int, columns: int, seed: int)
     return a[:, 0], a_scale[:, 0], weight[0], weight_scale[0], out[:, 0], squares, True
 
 
+def _product_alone(load: Callable[[], Run]) -> Run:
+    """A peer's product, which makes no sums of squares: what it lacks of the op's work it is given."""
+    product = load()
+
+    def run(a: Any, a_scale: Any, weight: Any, weight_scale: Any, out: Any, *_: Any) -> list[torch.Tensor]:
+        rows = a.unsqueeze(1), a_scale.unsqueeze(1)
+        return [product(*rows, weight.unsqueeze(0), weight_scale.unsqueeze(0), out.unsqueeze(1))[0].squeeze(1)]
+
+    return run
+
+
 def _near_squares(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
     """As `_near`, and the sums as exact as fp32 is, of the results at hand."""
     blocks = got[1].shape[1]
@@ -215,8 +226,15 @@ SQUARES = Bench(
     _squares_cases(SQUARES_TOKENS),
     quick=(512,),
     between=mark(_squares_cases(draw_rows("fp8_gemm_squares", SQUARES_TOKENS, 2))),
+    ahead=_deepgemms_kernels,
+    peers={
+        "deepgemm": partial(_product_alone, partial(deepgemm_product, False)),
+        "deepgemm-pdl": partial(_product_alone, partial(deepgemm_product, True)),
+        "cublas": partial(_product_alone, _cublas),
+    },
     variants=_squares_variants,
     same=_near_squares,
+    peer_same=partial(_near, PRODUCTS, ROUNDING),
 )
 
 

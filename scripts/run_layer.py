@@ -390,7 +390,9 @@ def kernels_of_run(
         stack = [make_v41_layer(args, config, index, requests) for index in indices]
         return kernels_of(lambda: v41.run_stack(stack, requests, **run))
     one = TensorParallel()
-    found = [kernels_of_layer(make_layer(args, config, index, requests, one), requests, **run) for index in indices]
+    found = [
+        kernels_of_layer(make_layer(args, config, index, requests, one, None), requests, **run) for index in indices
+    ]
     return list(dict.fromkeys(key for of_layer in found for key in of_layer))
 
 

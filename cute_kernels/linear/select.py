@@ -69,8 +69,9 @@ def swap_ab(operands: str, output: str, rows: int, groups: int, outputs: int, ch
     return key, min(tiles, CLUSTERS[splits][key.ctas_per_multiprocessor - 1])
 
 
-MOST_WHOLE_SWAPPED_ROWS = 16
-"""Of few rows whose K is not cut, and whose sums are those of many rows, bit for bit. More are slower so on an H100."""
+MOST_WHOLE_SWAPPED_ROWS = 32
+"""Of few rows whose K is not cut, and whose sums are those of many rows, bit for bit. 17 to 32 rows of 8 groups are 8%
+faster so on an H200, of 16 groups 2%, and 3% slower on an H100; more are slower on both."""
 
 LEAST_WHOLE_TILES = 100
 """Of 64 outputs by all of K. Fewer leave multiprocessors idle for too long."""
@@ -114,12 +115,14 @@ TILES: tuple[Tile, ...] = (
 """Fitted to times on an H200 (the last two: perf/log/data/gemm_tiles_1.txt)."""
 
 GROUPED_TILES: tuple[Tile, ...] = (
-    *TILES[:-2],
+    *TILES[:-3],
+    Tile(TILES[-3].key, 0.535, 0.2),
     Tile(TILES[-2].key, 0.69, 0.1),
     Tile(GemmKey(HOPPER, rows=256, stages=4, lag=1), 0.785, 1.9),
 )
 """For grouped weights, whose K is 4096. The last two are fitted to shares of the time of TILES' last one on an H100
-(perf/log/data/einsum_5.txt): results that do not go out through shared memory leave room for a stage more."""
+(perf/log/data/einsum_5.txt): results that do not go out through shared memory leave room for a stage more. The one
+before is what a round of several takes on an H200 (perf/log/data/gemm_overwrite_1.txt)."""
 
 SPLIT_TILES: tuple[Tile, ...] = (
     Tile(GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=2), 0.239, 2.0),
@@ -148,10 +151,10 @@ BF16_TILES: tuple[Tile, ...] = (
     Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=4), 0.234, 2.3),
     Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=6, depth=2), 0.283, 2.0),
     Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=4, depth=2, splits=2), 0.481, 1.7),
-    Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=4, depth=2, splits=4), 0.398, 2.9),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=128, columns=64, stages=7, depth=2, splits=2), 0.207, 2.2),
 )
 """Of bf16 operands, whole and with K cut; chunks have 64 columns. Fitted to times of 64 to 384 rows on an H100
-(perf/log/data/gemm_bf16_1.txt)."""
+(perf/log/data/gemm_bf16_1.txt), the last one to those of 128 to 512 on an H200 (gemm_overwrite_1.txt there)."""
 
 SQUARES_TILES = tuple(
     tile._replace(key=replace(tile.key, staged=True, squares=True)) for tile in TILES if tile.key.columns == SCALE_BLOCK

@@ -275,7 +275,7 @@ _SOAK_FP8 = (
 )
 """On Hopper two, four and eight splits of K for few rows, four and two for many."""
 
-_SOAK_BF16 = ((16, 1, 2624, 4096), (16, 1, 1024, 4096), (200, 1, 1024, 4096), (130, 1, 1536, 4096))
+_SOAK_BF16 = ((16, 1, 2624, 4096), (16, 1, 1024, 4096), (200, 1, 1024, 4096), (64, 1, 1024, 4096))
 """The same: three and eight, two and four."""
 
 

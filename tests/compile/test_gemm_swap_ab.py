@@ -39,13 +39,13 @@ def test_weights_are_asked_for_before_the_kernel_ahead_has_ended(key: SwapAbKey)
 
 
 def test_few_rows_with_k_whole() -> None:
-    for rows, clusters in ((1, 128), (16, 128)):
+    for rows, clusters in ((1, 128), (32, 128)):
         assert select.swap_ab_whole("bf16", rows, 8, 1024) == (
             SwapAbKey(select.HOPPER, "e4m3", "bf16", max(8, rows), 1, False),
             clusters,
         )
-    assert {select.swap_ab_whole("bf16", rows, 16, 1024)[0] for rows in range(1, 17)} == set(  # type: ignore[index]
+    assert {select.swap_ab_whole("bf16", rows, 16, 1024)[0] for rows in range(1, 33)} == set(  # type: ignore[index]
         select.swap_ab_whole_keys("bf16")
     )
-    for rows, groups in ((17, 16), (1, 1)):
+    for rows, groups in ((33, 16), (1, 1)):
         assert select.swap_ab_whole("bf16", rows, groups, 1024) is None

@@ -83,6 +83,7 @@ def test_bits_do_not_depend_on_the_batch() -> None:
         (0, 1),
         (8, 15),
         (9, 17),
+        (40, 66),
         (0, 64),
         (17, 82),
         (100, 229),

@@ -84,7 +84,7 @@ SHARED_BYTES = 226 * 1024
 """Of a multiprocessor, for two CTAs: each takes 1 KB more for the system."""
 
 START = 1
-"""Barrier that the second warpgroup waits at before its first work tile, with `lag`."""
+"""Barrier that the second warpgroup waits at before its first work tile of several, with `lag`."""
 
 WITHIN_QUAD = 0x1C1F
 """Lanes that a shuffle reads: those of the own four neighbours."""
@@ -110,7 +110,7 @@ class GemmKey(KernelKey):
     splits       of K: CTAs of a cluster, 1, 2 or 4; 2 for an e4m3 result, whose scales are those of whole rows. More
                  than one: one wave, no lag, not staged, and a cluster for each work tile
     lag          chunks that the second of two warpgroups starts behind the first, so that one multiplies while the
-                 other stores; 0: together
+                 other stores; 0, or where the CTA has a single work tile: together
     staged       a bf16 result goes out through shared memory, while the next work tile is multiplied
     squares      the sums of the squares of a staged result are stored as well, for each row and 128 columns
     """
@@ -820,9 +820,11 @@ class GemmKernel:
             place = barriers.start()
             late = Int32(-1)
             if const_expr(self.key.lag > 0):
-                if consumer == 0:
+                # a single work tile has none behind it to multiply while its results are stored
+                has_more = work.first + work.step < work.end
+                if has_more and consumer == 0:
                     late = cutlass.min(Int32(self.key.lag), work.chunks // self.depth - 1)
-                else:
+                elif has_more:
                     cute.arch.barrier(barrier_id=START, number_of_threads=2 * wgmma.WARPGROUP)
             scales: Any = None
             own_row = thread // WARP * 16 + lane // 4
