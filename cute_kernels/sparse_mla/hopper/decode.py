@@ -38,8 +38,8 @@ dequantizers wait for a free stage of the latter before they release one of the 
 
 Scales of V4.1's own records lie behind their columns in the fp8 ring. A tile is 64 keys, and of 256 columns four slabs:
 [64 keys, 128 bytes] of bf16, in the layout of the 128-byte swizzle: 16-byte chunk c of row r lies at chunk c ^ (r % 8).
-Geometry, shared memory and barriers are in decode_smem.py, the dequantizers in decode_dequantize.py. perf/notes has
-why, perf/log what was tried: decode.md.
+Geometry, shared memory and barriers are in decode_smem.py, the dequantizers in decode_dequantize.py. perf/notes has why
+and perf/log what was tried: decode.md.
 """
 
 from __future__ import annotations
