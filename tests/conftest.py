@@ -5,6 +5,7 @@ tests keep; and what the tests say at their end about those that were skipped: a
 from __future__ import annotations
 
 import gc
+import sys
 from collections import Counter
 from collections.abc import Generator
 
@@ -23,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="tests/model: every bug in the order of Hopper's decode, not every third; tests/runtime/test_verify.py: "
         "the reference of every example, not of one large one of each op; tests/layers/test_ranks.py: every format of "
-        "caches on two and four ranks",
+        "caches on two and four ranks; opcheck traces every call, not one of each op",
     )
 
 
@@ -33,13 +34,15 @@ def thorough(pytestconfig: pytest.Config) -> bool:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+        if "tests.helpers" in sys.modules:  # not in a process that only hands out tests, which needs no torch
+            sys.modules["tests.helpers"].traces_all = session.config.getoption("--thorough")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
