@@ -17,7 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--every-kernel",
         action="store_true",
         help="tests/compile: every kernel of every deployment, and every row of the table in test_code.py; without it, "
-        "a sample with every pair of options, and of kernels that only move bytes, of architectures but sm_90a, two",
+        "a sample with every pair of options, and of kernels that only move bytes, of architectures but sm_90a, one",
     )
     parser.addoption(
         "--thorough",
