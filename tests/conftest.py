@@ -22,9 +22,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough",
         action="store_true",
-        help="tests/model: every bug in the order of Hopper's decode, not every third; tests/runtime/test_verify.py: "
-        "the reference of every example, not of one large one of each op; tests/layers/test_ranks.py: every format of "
-        "caches on two and four ranks; opcheck traces every call, not one of each op",
+        help="tests/model: every bug in the order of Hopper's decode, not every fifth, and of Blackwell's kernels "
+        "every third to sixth, not one of each kind; tests/layers: test_exactness.py with every format, test_ranks.py "
+        "with every format on two and four ranks; tests/runtime/test_verify.py: the reference of every example, not of "
+        "one large one of each op; opcheck traces every call, not one of each op",
     )
 
 
