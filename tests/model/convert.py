@@ -148,7 +148,7 @@ def _pairs(op: Op) -> Run:
             return (x.astype(np.float64) * y + z).astype(F32)
 
     def both(*words: Any) -> Any:
-        return pack(to(function(*(of(low(w)) for w in words))), to(function(*(of(high(w)) for w in words))))
+        return to(function(*(of(np.ascontiguousarray(w).view(U16)) for w in words))).astype(U16).view(U32)
 
     return apply(op, both, *(op.source(i, 32) for i in range(1, len(op.args))))
 
