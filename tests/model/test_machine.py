@@ -51,6 +51,23 @@ TURNED = """
 """
 """Each thread has what another one has loaded."""
 
+PARTED = """
+    ld.global.b32 %r5, [%rd4];
+    and.b32 %r6, %r2, 1;
+    setp.ne.b32 %p3, %r6, 0;
+    setp.lt.u32 %p4, %r2, 8;
+    @%p3 bra odd;
+    add.s32 %r5, %r5, 500;
+    @%p4 add.s32 %r5, %r5, 2000;
+    odd:
+    add.s32 %r5, %r5, 1;
+    @!%p3 add.s32 %r5, %r5, 7;
+    st.global.b32 [%rd5], %r5;
+    ret;
+}
+"""
+"""Threads of a warp go two ways."""
+
 HANDED = """
     @%p1 bra made;
     mbarrier.init.shared.b64 [%r1+512], 1;
@@ -154,6 +171,7 @@ TAKEN = """
 """Blocks that take tensor memory as a pair."""
 
 SOURCE = np.arange(64, dtype=np.uint32) + 1000
+OF_PARTED = SOURCE + np.where(np.arange(64) % 2, 1, np.where(np.arange(64) < 8, 2508, 508)).astype(np.uint32)
 
 
 @pytest.fixture(autouse=True, params=[0, 10**9], ids=["blocks", "instructions"])
@@ -188,6 +206,7 @@ def run(
     ("body", "expected"),
     [
         (TURNED, SOURCE[::-1]),
+        (PARTED, OF_PARTED),
         (HANDED, np.concatenate([SOURCE[:32], SOURCE[:32]])),
         (COPIED, SOURCE),
     ],
@@ -199,7 +218,7 @@ def test_right_programs(body: str, expected: np.ndarray) -> None:
         assert problems == []
 
 
-@pytest.mark.parametrize("body", [TURNED, HANDED, COPIED, PAIRED])
+@pytest.mark.parametrize("body", [TURNED, PARTED, HANDED, COPIED, PAIRED])
 def test_blocks_run_what_their_instructions_run(body: str, often: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As often, in the same order, with the same results."""
     blocks, found = 1 + (body is PAIRED), []
