@@ -204,6 +204,65 @@ class Fp8DsMlaFormat(KVFormat):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mxfp8V41Format(KVFormat):
+    """V4.1's rows in MXFP8, rotated columns included, rows interleaved with their scales.
+
+        byte   0                                                     512            528
+        row o  | 512 x e4m3                                          | 16 x ue8m0   |        at o * 528
+
+    value = e4m3 * 2^(byte - 127), one byte for 32 columns; exact in bf16. Pages have no padding.
+    """
+
+    id: str = "mxfp8_v41/1"
+    dim: int = HEAD_DIM
+    row_elements: int = 528
+    dtype: torch.dtype = torch.uint8
+    alignment: int = 528
+    data_bytes: int = 512
+    scale_bytes: int = 16
+    quant_block: int = 32
+
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor]:
+        """bf16 [n, 512], already rotated -> (records uint8 [n, 528],)."""
+        return (torch.cat(numerics.quantize_mxfp8(rows, self.quant_block), dim=1),)
+
+    def decode(self, records: torch.Tensor) -> torch.Tensor:
+        """Inverse of `encode`: bf16 [n, 512]."""
+        codes, scales = records.split([self.data_bytes, self.scale_bytes], dim=1)
+        return numerics.dequantize_e4m3(codes.contiguous(), scales).to(torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nvfp4V41Format(KVFormat):
+    """V4.1's compressed entries in NVFP4, rotated columns included, rows interleaved with their scales.
+
+        byte   0                                               256              288
+        row o  | 512 x e2m1, element 2j in the low nibble      | 32 x e4m3      |        at o * 288
+
+    value = e2m1 * scale, one scale for 16 columns and none for the whole tensor; six bits, exact in bf16. Pages have no
+    padding.
+    """
+
+    id: str = "nvfp4_v41/1"
+    dim: int = HEAD_DIM
+    row_elements: int = 288
+    dtype: torch.dtype = torch.uint8
+    alignment: int = 288
+    data_bytes: int = 256
+    scale_bytes: int = 32
+    quant_block: int = 16
+
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor]:
+        """bf16 [n, 512], already rotated -> (records uint8 [n, 288],)."""
+        return (torch.cat(numerics.quantize_nvfp4(rows, self.quant_block), dim=1),)
+
+    def decode(self, records: torch.Tensor) -> torch.Tensor:
+        """Inverse of `encode`: bf16 [n, 512]."""
+        packed, scales = records.split([self.data_bytes, self.scale_bytes], dim=1)
+        return numerics.dequantize_nvfp4(packed, scales.contiguous()).to(torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlainFormat(KVFormat):
     """Plain 512-wide rows, rotation included, one dtype for all columns.
 
@@ -349,6 +408,8 @@ class CompressorStateFormat(KVFormat):
 
 
 FP8_DS_MLA = Fp8DsMlaFormat()
+MXFP8_V41 = Mxfp8V41Format()
+NVFP4_V41 = Nvfp4V41Format()
 PLAIN_BF16 = PlainFormat(id="plain_bf16/1", dtype=torch.bfloat16)
 PLAIN_FP8 = PlainFormat(id="plain_fp8/1", dtype=torch.float8_e4m3fn)
 INDEXER_FP8 = IndexerFp8Format()
@@ -356,7 +417,12 @@ INDEXER_MXFP4 = IndexerMxfp4Format()
 INDEXER_MXFP4_WIDE = IndexerMxfp4Format(id="indexer_mxfp4_wide/1", row_elements=132)
 
 FORMATS: dict[str, Any] = {
-    f.id: f for f in (FP8_DS_MLA, PLAIN_BF16, PLAIN_FP8, INDEXER_FP8, INDEXER_MXFP4, INDEXER_MXFP4_WIDE)
+    f.id: f
+    for f in (
+        *(FP8_DS_MLA, MXFP8_V41, NVFP4_V41),
+        *(PLAIN_BF16, PLAIN_FP8),
+        *(INDEXER_FP8, INDEXER_MXFP4, INDEXER_MXFP4_WIDE),
+    )
 }
 
 
@@ -370,6 +436,38 @@ RECORD_FORMATS: dict[str, KVFormat] = FORMATS | {
     f.id: f for f in (compressor_state(HEAD_DIM, 4), compressor_state(HEAD_DIM, 128), compressor_state(INDEX_DIM, 4))
 }
 """Formats of everything that lies in pages: caches, and the states of the models' compressors."""
+
+
+def convert(
+    source: torch.Tensor,
+    source_format: KVFormat,
+    target: torch.Tensor,
+    target_format: KVFormat,
+    slots: torch.Tensor,
+    target_slots: torch.Tensor | None = None,
+) -> None:
+    """Copy records of one cache of rows to another one's, decoded and encoded again where the formats differ.
+
+    Exact wherever the target's format holds the values: of nvfp4_v41/1 that are plain_bf16/1 and itself; mxfp8_v41/1
+    and fp8_ds_mla/1 have four bits of each number and round. A cache of entries rewritten in nvfp4_v41/1 is rounded as
+    V4.1's release rounds them.
+
+    slots          int64 [n], all of them in the source
+    target_slots   int64 [n]; those outside the target are skipped. None: `slots`
+    """
+    if source_format.dim != target_format.dim:
+        raise ValueError(
+            f"convert: target_format: expected rows of {source_format.dim} columns, got {target_format.id} with "
+            f"{target_format.dim}"
+        )
+    where = slots if target_slots is None else target_slots
+    block_size, target_block_size = source.shape[1], target.shape[1]
+    if source_format == target_format:
+        fields = source_format.read_fields(source, block_size, slots)
+        target_format.write_fields(target, target_block_size, where, *fields)
+    else:
+        rows: Any = source_format.read(source, block_size, slots)
+        target_format.write(target, target_block_size, where, rows.to(torch.bfloat16))
 
 
 def get_format(c: Checker, argument: str, format_id: str, *allowed: KVFormat) -> Any:

@@ -19,6 +19,9 @@ E2M1_FLOOR = E2M1_MAX * 2.0**-126
 OUTPUT_FLOOR = 1e-10
 """Smallest absmax an output-projection block is scaled for."""
 
+E4M3_LEAST = 2.0**-9
+"""The smallest e4m3 number: the scale of an NVFP4 block of zeros."""
+
 E2M1_ROUNDINGS = ("ties_to_lower", "ties_to_even")
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_BOUNDARIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -119,6 +122,34 @@ def quantize_e2m1(
     blocks = x.float().unflatten(-1, (-1, block))
     byte = ue8m0_from_absmax(absmax(blocks), E2M1_MAX, floor)
     return pack_nibbles(to_e2m1(blocks * ue8m0_inverse(byte)[..., None], rounding).flatten(-2)), byte
+
+
+def quantize_mxfp8(x: torch.Tensor, block: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    """As quantize_e4m3, but a block with a NaN is NaN as a whole: codes 0x7F, scale byte 255."""
+    codes, byte = quantize_e4m3(x, block)
+    is_nan = x.isnan().unflatten(-1, (-1, block)).any(dim=-1)
+    spoiled = is_nan.repeat_interleave(block, dim=-1)
+    return codes.where(~spoiled, torch.full_like(codes, 0x7F)), byte.where(~is_nan, torch.full_like(byte, 0xFF))
+
+
+def quantize_nvfp4(x: torch.Tensor, block: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block-quantize [..., n] to (packed uint8 [..., n / 2], e4m3 scales uint8 [..., n / block]), without a scale of
+    the whole tensor: s = e4m3(absmax / 6), from 2^-9 to 448, and codes of the IEEE quotients by the rounded s, ties to
+    even. A block with a NaN has the scale NaN and zero codes."""
+    blocks = x.float().unflatten(-1, (-1, block))
+    is_nan = blocks.isnan().any(dim=-1)
+    # a Python divisor becomes a product with its reciprocal on CUDA
+    six = torch.full((), E2M1_MAX, device=x.device)
+    scale = to_e4m3((absmax(blocks) / six).clamp(E4M3_LEAST, E4M3_MAX))
+    codes = to_e2m1(blocks / from_e4m3(scale)[..., None], "ties_to_even")
+    codes = codes.where(~is_nan[..., None], torch.zeros_like(codes))
+    return pack_nibbles(codes.flatten(-2)), scale.where(~is_nan, torch.full_like(scale, 0x7F))
+
+
+def dequantize_nvfp4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """float64 values of e2m1 codes [..., n / 2] with e4m3 scales [..., n / block]: a product has at most six bits."""
+    blocks = from_e2m1(unpack_nibbles(packed)).double().unflatten(-1, (scale.shape[-1], -1))
+    return (blocks * from_e4m3(scale).double()[..., None]).flatten(-2)
 
 
 def dequantize_e4m3(codes: torch.Tensor, byte: torch.Tensor) -> torch.Tensor:

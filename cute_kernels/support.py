@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which op runs how on which architecture: the one table behind `python -m cute_kernels info` and the README's.
+"""Which op runs how on which architecture: the one table behind `python -m cute_kernels info`, docs/support.md and the
+README.
 
 measured    the kernel ran on that GPU, and a record in perf/results says how fast
 compiled    the kernel is cross-compiled and inspected by the tests (right instructions, no spills, shared memory
@@ -13,6 +14,7 @@ no          the op has a kernel, and it does not run there
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
 from cute_kernels.runtime.arch import LARGE_CLUSTERS
@@ -87,6 +89,9 @@ REASONS = {
     "fused_qkv_insert_compress": "it takes clusters with 200 KB of shared memory a CTA; layers call what it fuses",
 }
 """Op -> why it is "no" or "partly" somewhere, in a line."""
+
+UNRECORDED = {"fp8_gemm": "without a record of its own on sm_90a, where it runs in every layer that is measured"}
+"""Op -> what is known of its kernel on sm_90a as long as there is no record."""
 
 MEASURED = (
     "all_visible_entries",
@@ -171,16 +176,40 @@ def support(op: str, arch: str) -> Support:
     return Support("compiled" if record is None else "measured", record)
 
 
+def _row(op: str, cells: list[str]) -> str:
+    return "| " + " | ".join([op, *cells]) + " |"
+
+
+def _reason(op: str) -> str:
+    """Why its row is not that of most ops."""
+    unrecorded = UNRECORDED.get(op) if support(op, "sm_90a").record is None else None
+    return "; ".join(part for part in (REASONS.get(op), unrecorded) if part)
+
+
 def markdown(ops: list[str]) -> str:
-    """The README's support table for the registered `ops`: a row per op with a kernel, one for all others, and below it
-    why not everything runs everywhere."""
-    lines = ["| op | CPU | " + " | ".join(ARCHS) + " |", "|---|---|" + "---|" * len(ARCHS)]
-    for op in sorted(KERNEL_ARCHS):
-        cells = " | ".join(support(op, arch).status for arch in ARCHS)
-        lines.append(f"| `{op}` | reference | {cells} |")
+    """The table of docs/support.md for the registered `ops`: a row per op with a kernel, one for all others, and below
+    it why not everything runs everywhere."""
+    lines = [_row("op", ["CPU", *ARCHS]), "|---" * (2 + len(ARCHS)) + "|"]
+    rows = {op: [support(op, arch).status for arch in ARCHS] for op in sorted(KERNEL_ARCHS)}
+    lines += [_row(f"`{op}`", ["reference", *cells]) for op, cells in rows.items()]
     others = [op for op in ops if op not in KERNEL_ARCHS]
     if others:
         name = f"`{others[0]}`" if len(others) == 1 else f"the other {len(others)} ops"
-        lines.append(f"| {name} | reference | " + " | ".join(["reference"] * len(ARCHS)) + " |")
-    lines += ["", *(f"* `{op}`: {reason}." for op, reason in sorted(REASONS.items()))]
+        lines.append(_row(name, ["reference"] * (1 + len(ARCHS))))
+    reasons = [f"* `{op}`: {reason}." for op in sorted(KERNEL_ARCHS) if (reason := _reason(op))]
+    lines += ["", *(line for reason in reasons for line in textwrap.wrap(reason, 120, subsequent_indent="  "))]
     return "\n".join(lines)
+
+
+def exceptions(ops: list[str]) -> str:
+    """What the README says of the registered `ops`: what holds for most of them, and the rows of all others."""
+    usual = ["measured" if arch == "sm_90a" else "compiled" for arch in ARCHS]
+    found = {op: [support(op, arch).status for arch in ARCHS] for op in sorted({*ops, *KERNEL_ARCHS})}
+    unusual = {op: cells for op, cells in found.items() if cells != usual}
+    text = (
+        f"Of {len(found)} ops {len(found) - len(unusual)} have kernels that are measured on sm_90a and compiled for "
+        "all other architectures. The exceptions ([whole table](docs/support.md)):"
+    )
+    rows = [_row(f"`{op}`", [*cells, _reason(op)]) for op, cells in unusual.items()]
+    head = [_row("op", [*ARCHS, "why"]), "|---" * (2 + len(ARCHS)) + "|"]
+    return "\n".join([*textwrap.wrap(text, 120), "", *head, *rows])

@@ -26,6 +26,8 @@ from .checkpoint import CheckpointError, build_layer, held_layers, random_layer_
 from .communicator import Communicator, CommunicatorError, GroupCommunicator, ThreadCommunicator
 from .compressor import DeepseekCompressor
 from .config import PRESETS, ConfigError, DeepseekV4Config
+from .context import ContextParallel, PrefillPlan, plan_prefill
+from .context_step import ContextStep, ContextStepBuilder
 from .engine import (
     DeepseekV4FlashInferMLASparseBackend,
     DeepseekV4MLABackend,
@@ -63,6 +65,9 @@ __all__ = [
     "CommunicatorError",
     "CompressorStateCache",
     "ConfigError",
+    "ContextParallel",
+    "ContextStep",
+    "ContextStepBuilder",
     "DeepseekCompressor",
     "DeepseekV4CompressedCache",
     "DeepseekV4Config",
@@ -83,6 +88,7 @@ __all__ = [
     "GroupCommunicator",
     "KVCacheSpec",
     "LayerCaches",
+    "PrefillPlan",
     "RotaryEmbedding",
     "SparseAttnIndexer",
     "TensorParallel",
@@ -100,6 +106,7 @@ __all__ = [
     "get_kv_cache_spec",
     "held_layers",
     "late_rows",
+    "plan_prefill",
     "random_layer_tensors",
     "random_v41_layer_tensors",
     "read_layer_tensors",

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +23,9 @@ from .bound import BoundSteps, bound_key
 from .caches import INDEX_CACHES, KV_CACHES, SWA_BLOCK_SIZE, LayerCaches
 from .compressor import DeepseekCompressor
 from .config import DeepseekV4Config
+from .context import ContextParallel
+from .context_attention import ContextAttention
+from .context_step import ContextStep
 from .indexer import DeepseekV4Indexer
 from .linear import MOST_OWN_ROWS, Linear, bf16_product
 from .metadata import DeepseekV4Metadata
@@ -33,6 +35,9 @@ from .parallel import TensorParallel, verify_ranks
 from .prefill_form import PREFILL_FORMS
 from .rotary import RotaryEmbedding
 from .stacked import StackedLinears
+from .streams import graph_streams, run_on_streams, start_on_streams
+
+T = TypeVar("T")
 
 QUANTIZED_LINEARS = frozenset({"wqa_wkv", "wq_b", "wo_a", "wo_b", "indexer.wq_b"})
 """Linears that a published checkpoint stores as FP8."""
@@ -83,6 +88,8 @@ class AttentionOptions:
     aux_streams          CUDA streams for the independent GEMMs and the indexer; empty: one stream. None: steps of few
                          rows that are captured in a graph take one that all layers of a thread share, others none. Same
                          bits
+    cp                   the ranks that share the context of requests, whose steps are ContextSteps; None: steps are
+                         DeepseekV4Metadata
     """
 
     kv_cache: str = "fp8_ds_mla"
@@ -100,6 +107,7 @@ class AttentionOptions:
     bind_steps: bool = True
     aux_streams: Sequence[torch.cuda.Stream] | None = None
     tp: TensorParallel = field(default_factory=TensorParallel)
+    cp: ContextParallel | None = None
     workspace: Workspace | None = None
     topk_indices_buffer: torch.Tensor | None = None
 
@@ -118,74 +126,8 @@ class AttentionOptions:
                 raise ValueError(f"AttentionOptions: {name}: expected a positive number, got {number}")
 
 
-class _GraphStreams(threading.local):
-    """By device, a stream for captured steps: a thread's own, as two threads may capture at the same time."""
-
-    def __init__(self) -> None:
-        self.of: dict[int, torch.cuda.Stream] = {}
-
-
-_graph_streams = _GraphStreams()
-
-
-def graph_streams(device: torch.device) -> Sequence[torch.cuda.Stream]:
-    """The auxiliary stream of this thread's steps, if one is being captured."""
-    if device.type != "cuda" or torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
-        return ()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index not in _graph_streams.of:
-        _graph_streams.of[index] = torch.cuda.Stream(index)
-    return (_graph_streams.of[index],)
-
-
-def start_on_streams(
-    tasks: Sequence[Callable[[], torch.Tensor]],
-    streams: Sequence[torch.cuda.Stream],
-    device: torch.device,
-    is_first_ahead: bool = False,
-) -> tuple[list[torch.Tensor], Callable[[], None]]:
-    """Run independent tasks, the first on the current stream and the others on `streams` if there are any: (results,
-    what makes the current stream wait for the others).
-
-    is_first_ahead   the first task is launched before the others
-    """
-    if not streams or device.type != "cuda":
-        return [task() for task in tasks], lambda: None
-    current = torch.cuda.current_stream(device)
-    ready = current.record_event()
-    results: dict[int, torch.Tensor] = {}
-    done = []
-    if is_first_ahead:
-        results[0] = tasks[0]()
-    for number, task in enumerate(tasks[1:]):
-        stream = streams[number % len(streams)]
-        stream.wait_event(ready)
-        with torch.cuda.stream(stream):
-            results[number + 1] = task()
-            # on a stream of our own memory is not taken again before the next fork, which is behind all uses of this
-            if stream not in _graph_streams.of.values():
-                results[number + 1].record_stream(current)
-        done.append(stream.record_event())
-    if not is_first_ahead:
-        results[0] = tasks[0]()
-
-    def join() -> None:
-        for event in done:
-            current.wait_event(event)
-
-    return [results[number] for number in range(len(tasks))], join
-
-
-def run_on_streams(
-    tasks: Sequence[Callable[[], torch.Tensor]], streams: Sequence[torch.cuda.Stream], device: torch.device
-) -> list[torch.Tensor]:
-    """The same, all waited for."""
-    results, join = start_on_streams(tasks, streams, device)
-    join()
-    return results
-
-
-_OWN_OPTIONS = frozenset(("aux_streams", "tp", "workspace", "topk_indices_buffer"))
+_OWN_OPTIONS = frozenset(("aux_streams", "tp", "cp", "workspace", "topk_indices_buffer"))
+_OF_CP = ("kv", "prefill", "heads", "wire", "shards", "swa")
 """Options that ranks have objects of their own for."""
 
 
@@ -306,6 +248,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             tma_aligned_scales=options.tma_aligned_scales,
             **gemm,
         )
+        self.context = None if options.cp is None else ContextAttention(self, options.cp)
         self._bound = BoundSteps()
         self._weight_places: list[tuple[dict[str, torch.Tensor | None], str]] = []
         self._stack()
@@ -386,7 +329,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         self,
         positions: torch.Tensor,
         hidden_states: torch.Tensor,
-        metadata: DeepseekV4Metadata | None = None,
+        metadata: DeepseekV4Metadata | ContextStep | None = None,
         caches: LayerCaches | None = None,
         *,
         capture: dict[str, torch.Tensor] | None = None,
@@ -395,31 +338,56 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
 
         positions       int64 [T], `metadata.positions`
         hidden_states   bf16 [T, hidden], input after attn_norm; rows past the step's (graph padding) give zeros
-        metadata        of DeepseekV4MetadataBuilder; None: profiling run, reserves workspace, returns zeros
+        metadata        of DeepseekV4MetadataBuilder, with options.cp of ContextStepBuilder; None: profiling run,
+                        reserves workspace, returns zeros
         caches          the layer's caches, mutated; None only in the profiling run
-        capture         receives intermediate tensors: kv, q, idx_q, topk, o_raw, o, lse, oa
+        capture         receives intermediate tensors: kv, q, idx_q, topk, o_raw, o, lse, oa; not with options.cp
         """
         check = self._check_rows(hidden_states)
         if metadata is None:
             self.mla_attn.reserve(hidden_states.device)
             return self._profile(hidden_states)
         caches = self._check_call(check, positions, hidden_states, metadata, caches)
+        if capture is not None and self.context is not None:
+            check.fail("capture", "None with options.cp", "a dict", TypeError)
         out = torch.empty(hidden_states.shape, dtype=self.o_proj.wo_b.out_dtype, device=hidden_states.device)
 
         def body(hidden: torch.Tensor, result: torch.Tensor) -> None:
-            self._forward(hidden, metadata, caches, capture, result)
+            if isinstance(metadata, ContextStep):
+                attended = self._attend_context(hidden, metadata, caches)
+                self.o_proj(attended, metadata.positions, self.rotary_emb.cos_sin_cache, None, result)
+            else:
+                self._forward(hidden, metadata, caches, capture, result)
 
         def step() -> torch.Tensor:
             self._rows_of_step(hidden_states, metadata, caches, out, body, binds=capture is None)
             return self.tp.sum(out)
 
-        return self.tp.together(step)
+        return self._together(step)
+
+    def _together(self, step: Callable[[], T]) -> T:
+        """step(), whose collectives are of both groups: if it raises, no rank waits for this one."""
+        cp = self.options.cp
+        return self.tp.together(step) if cp is None else cp.together(lambda: self.tp.together(step))
+
+    def _attend_context(
+        self, hidden: torch.Tensor, step: ContextStep, caches: LayerCaches, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """bf16 [T, heads, 512], in `out` if there is one."""
+        assert self.context is not None
+        if out is None:
+            shape = hidden.shape[0], self.num_heads, self.config.head_dim
+            out = torch.empty(shape, dtype=torch.bfloat16, device=hidden.device)
+        qr_kv, kv_score, index_weights, index_kv_score, join = self.attn_gemm_parallel_execute(hidden)
+        join()
+        self.context.attend(qr_kv, (kv_score, index_weights, index_kv_score), step, caches, out[:, : self.num_heads])
+        return out
 
     def attend(
         self,
         positions: torch.Tensor,
         hidden_states: torch.Tensor,
-        metadata: DeepseekV4Metadata | None,
+        metadata: DeepseekV4Metadata | ContextStep | None,
         caches: LayerCaches | None,
         out: torch.Tensor,
     ) -> None:
@@ -440,18 +408,21 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         caches = self._check_call(check, positions, hidden_states, metadata, caches)
 
         def body(hidden: torch.Tensor, result: torch.Tensor) -> None:
+            if isinstance(metadata, ContextStep):
+                self._attend_context(hidden, metadata, caches, result)
+                return
             slots = self.mla_attn.takes_slots
             products = self.attn_gemm_parallel_execute(hidden)
             q, topk, _ = self.attention_front(*products, metadata, caches, slots=slots)
             self.mla_attn(q, caches, metadata, topk, result, slots=slots)
 
         what = out.shape, out.stride()
-        self.tp.together(lambda: self._rows_of_step(hidden_states, metadata, caches, out, body, what=what))
+        self._together(lambda: self._rows_of_step(hidden_states, metadata, caches, out, body, what=what))
 
     def project(self, out: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The layer's output, bf16 [T, hidden], from that of `attend`."""
         table = self.rotary_emb.cos_sin_cache
-        return self.tp.together(lambda: self.tp.sum(self.o_proj(out[:, : self.num_heads], positions, table)))
+        return self._together(lambda: self.tp.sum(self.o_proj(out[:, : self.num_heads], positions, table)))
 
     def _check_rows(self, hidden_states: torch.Tensor) -> Checker:
         check = Checker("attention layer")
@@ -463,33 +434,47 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         check: Checker,
         positions: torch.Tensor,
         hidden_states: torch.Tensor,
-        metadata: DeepseekV4Metadata,
+        metadata: DeepseekV4Metadata | ContextStep,
         caches: LayerCaches | None,
     ) -> LayerCaches:
         if caches is None:
             check.fail("caches", "the layer's caches", "None")
-        self._check_step(check, metadata, caches)
+        if isinstance(metadata, ContextStep) != (self.options.cp is not None):
+            wanted = "DeepseekV4Metadata" if self.options.cp is None else "a ContextStep with options.cp"
+            check.fail("metadata", wanted, type(metadata).__name__)
+        parts = metadata.parts if isinstance(metadata, ContextStep) else [metadata]
+        for part in parts:
+            self._check_step(check, part, caches)
         rows = metadata.num_tokens
         if positions.shape[0] < rows or hidden_states.shape[0] < rows:
             raise ValueError(
                 f"attention layer: hidden_states and positions: expected at least {rows} rows as in the metadata, "
                 f"got {hidden_states.shape[0]} and {positions.shape[0]}"
             )
-        if self.tp.size > 1 and self.tp.check_steps:
-            self._verify_step(hidden_states, metadata)
+        if self.tp.check_steps:
+            if isinstance(metadata, ContextStep):
+                verify_ranks(metadata.cp.communicator, "step", metadata.numbers)
+            if self.tp.size > 1:
+                for part in parts:
+                    self._verify_step(hidden_states, part)
         return caches
 
     def verify_ranks(self) -> None:
-        """Raise the same ValueError on every rank of the tensor-parallel group unless their layers agree in config,
-        options, storage of weights and versions. The profiling run does so, too."""
-        if self.tp.has_collectives:
+        """Raise the same ValueError on every rank of a group unless its layers agree in config, options, storage of
+        weights and versions. The profiling run does so, too."""
+        cp = self.options.cp
+        if self.tp.has_collectives or cp is not None:
             options = [f for f in fields(self.options) if f.name not in _OWN_OPTIONS]
             facts = {f.name: str(getattr(self.options, f.name)) for f in options}
             facts |= {f"config.{f.name}": str(getattr(self.config, f.name)) for f in fields(self.config)}
             facts |= {name: f"{buffer.dtype} {tuple(buffer.shape)}" for name, buffer in self.named_buffers()}
             facts |= {f"tp.{name}": str(getattr(self.tp, name)) for name in ("indexer", "partial_dtype", "check_steps")}
+            facts |= {f"cp.{name}": str(getattr(cp, name, None)) for name in _OF_CP}
             facts |= {"layer_index": str(self.layer_index), "versions": f"{__version__}, torch {torch.__version__}"}
-            verify_ranks(self.tp.communicator, "attention layer", facts)
+            if self.tp.has_collectives:
+                verify_ranks(self.tp.communicator, "attention layer", facts)
+            if cp is not None:
+                verify_ranks(cp.communicator, "attention layer", facts)
 
     def _verify_step(self, hidden_states: torch.Tensor, m: DeepseekV4Metadata) -> None:
         """The same for what a step is given."""
@@ -508,12 +493,16 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         if self.tp.size > 1 and self.tp.indexer != "replicated":
             picks = torch.zeros(self.tp.size, 1, dtype=torch.int32, device=hidden_states.device)
             self.tp.communicator.all_gather(picks, picks[0].clone())
+        cp = self.options.cp
+        if cp is not None:
+            parts = torch.zeros(cp.size, 1, device=hidden_states.device)
+            cp.communicator.all_to_all(parts, parts.clone())
         return self.tp.sum(partial)
 
     def _rows_of_step(
         self,
         hidden_states: torch.Tensor,
-        metadata: DeepseekV4Metadata,
+        metadata: DeepseekV4Metadata | ContextStep,
         caches: LayerCaches,
         out: torch.Tensor,
         body: Callable[[torch.Tensor, torch.Tensor], None],
@@ -530,7 +519,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         if hidden_states.shape[0] > rows:
             out[rows:].zero_()
             hidden_states, out = hidden_states[:rows], out[:rows]
-        if binds and self._is_bindable(hidden_states, metadata):
+        if binds and not isinstance(metadata, ContextStep) and self._is_bindable(hidden_states, metadata):
             self._bound.run(
                 (bound_key(metadata), caches.addresses, self._weight_addresses(), *what),
                 hidden_states,
@@ -547,9 +536,6 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         if not options.bind_steps or not m.num_tokens or options.aux_streams:
             return False
         if m.num_prefill_tokens > BOUND_PREFILL_MAX_TOKENS:
-            return False
-        # collectives are no launches that could be kept
-        if self.indexer is not None and self.indexer.indexer_op.shards(hidden_states.device, m):
             return False
         return BoundSteps.apply(hidden_states)
 
@@ -695,9 +681,9 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         index_kv_score: torch.Tensor,
         m: DeepseekV4Metadata,
         caches: LayerCaches,
-        slots: bool,
-    ) -> torch.Tensor:
-        """`attention_front` of an indexer's layer behind its GEMMs, with q in place: top-k."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`attention_front` of an indexer's layer behind its GEMMs and before scores, with q in place: the indexer's
+        quantized queries and weights."""
         indexer, compressor = self.indexer, self.compressor
         assert indexer is not None
         assert compressor is not None
@@ -708,7 +694,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         assert caches.compressed is not None
         assert caches.indexer is not None
         assert caches.indexer_state is not None
-        codes, weights = fused_qkv_insert_compress_index(
+        return fused_qkv_insert_compress_index(
             q,
             kv,
             caches.swa.data,
@@ -745,7 +731,6 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             round_weights=True,
             use_pdl=self.options.use_pdl,
         )
-        return indexer.indexer_op(codes, weights, caches.indexer, m, slots)
 
     def _insert_and_compress(
         self, q: torch.Tensor, kv: torch.Tensor, kv_score: torch.Tensor, m: DeepseekV4Metadata, caches: LayerCaches
@@ -836,7 +821,8 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             assert kv_score is not None
             assert index_q is not None
             scores = index_q, index_weights, index_kv_score
-            return q, self._one_launch(unfinished, kv, kv_score, *scores, m, caches, slots), kv
+            scored = self._one_launch(unfinished, kv, kv_score, *scores, m, caches)
+            return q, indexer.indexer_op(*scored, cache, m, slots), kv
 
         def select() -> torch.Tensor:
             assert index_q is not None

@@ -19,6 +19,7 @@ from cute_kernels.indexer.ops import (
 )
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.checks import Checker
+from cute_kernels.runtime.compile import call
 
 from .caches import KV_BLOCK_SIZE, CompressorStateCache, DeepseekV4IndexerCache
 from .compressor import DeepseekCompressor
@@ -98,16 +99,17 @@ class SparseAttnIndexer(nn.Module):
     def shards(self, device: torch.device, m: DeepseekV4Metadata) -> bool:
         """Whether the ranks divide the rows of a step: the same answer on all of them."""
         form = self.tp.indexer
-        if self.tp.size == 1 or form == "replicated" or not m.num_tokens or self._sees_few(m):
+        if self.tp.size == 1 or form == "replicated" or not m.num_tokens or self.sees_few(m):
             return False
         if form == "rows":
             return True
         arch = arch_of(device.index or 0) if device.type == "cuda" else ""
         requests, next_n = m.decode_batch() if m.num_decode_tokens else (0, 1)
-        entries = m.max_seq_len // self.compress_ratio
+        # a bound step's key tells no more of the lengths
+        entries = step_columns(m.max_seq_len // self.compress_ratio)
         return shards_rows(arch, self.tp.size, requests, m.num_prefill_tokens, entries, self.topk_tokens, next_n)
 
-    def _sees_few(self, m: DeepseekV4Metadata) -> bool:
+    def sees_few(self, m: DeepseekV4Metadata) -> bool:
         """Whether top-k takes all that any row sees."""
         return step_columns(m.max_seq_len // self.compress_ratio) <= self.topk_tokens
 
@@ -118,21 +120,23 @@ class SparseAttnIndexer(nn.Module):
         cache: DeepseekV4IndexerCache,
         metadata: DeepseekV4Metadata,
         slots: bool = False,
+        first_row: int = 0,
     ) -> torch.Tensor:
         """Top-k of every row of the step; returns the buffer's rows, int32 [T, topk_tokens].
 
-        slots   decode rows are slots of the compressed cache instead of request-local entries
+        slots       decode rows are slots of the compressed cache instead of request-local entries
+        first_row   of the buffer, for the step's first row
         """
         m = metadata
         assert m.visible is not None
         assert m.compressed_block_table is not None
         visible, decodes = m.visible, m.num_decode_tokens
-        out = self.topk_indices_buffer[: m.num_tokens]
+        out = self.topk_indices_buffer[first_row : first_row + m.num_tokens]
         translation: dict[str, Any] = {}
         if slots and decodes:
             translation["slot_block_table"] = m.decode_block_table()
             translation["slot_rows_per_page"] = KV_BLOCK_SIZE // self.compress_ratio
-        if self._sees_few(m):
+        if self.sees_few(m):
             shape = m.decode_batch()
             if decodes:
                 lengths = visible[:decodes].view(shape)
@@ -171,12 +175,13 @@ class SparseAttnIndexer(nn.Module):
             self._decode(q, weights, cache, m, m.visible[:decodes], own[:mine], translation, slice(rank, None, size))
         if m.num_prefill_tokens:
             self._prefill(q, weights, cache, m, own[decode_places * next_n :], rank, size)
-        self.tp.communicator.all_gather(gathered, own)
+        device_index = out.get_device()
+        call(self.tp.communicator.all_gather, device_index, gathered, own)
         if decodes:
             by_request = gathered[:, : decode_places * next_n].unflatten(1, (decode_places, next_n))
-            _deal(by_request, out[:decodes].unflatten(0, (requests, next_n)))
+            call(_deal, device_index, by_request, out[:decodes].unflatten(0, (requests, next_n)))
         if prefill_places:
-            _deal(gathered[:, decode_places * next_n :], out[decodes:])
+            call(_deal, device_index, gathered[:, decode_places * next_n :], out[decodes:])
 
     def _decode(
         self,
@@ -361,10 +366,19 @@ class DeepseekV4Indexer(nn.Module):
         capture               receives "idx_q", the rotated queries before they are quantized
         """
         self.compressor(compressed_kv_score, metadata, state, cache, cos_sin_cache)
-        index_q = self.by_head(index_q)
-        q, weights = fused_indexer_q_rope_quant(
-            metadata.positions,
-            index_q,
+        q, weights = self.quantize(index_q, indexer_weights, metadata.positions, cos_sin_cache)
+        if capture is not None:
+            rotated = numerics.rotate(self.by_head(index_q), metadata.positions, cos_sin_cache).bfloat16()
+            capture["idx_q"] = numerics.hadamard(rotated).bfloat16() if self.index_hadamard else rotated
+        return self.indexer_op(q, weights, cache, metadata, slots)
+
+    def quantize(
+        self, index_q: torch.Tensor, indexer_weights: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
+    ) -> tuple[Quantized, torch.Tensor]:
+        """(rotated and quantized queries, weights) as scores take them."""
+        return fused_indexer_q_rope_quant(
+            positions,
+            self.by_head(index_q),
             cos_sin_cache,
             indexer_weights,
             self.softmax_scale,
@@ -375,10 +389,6 @@ class DeepseekV4Indexer(nn.Module):
             round_weights=True,
             use_pdl=self.use_pdl,
         )
-        if capture is not None:
-            rotated = numerics.rotate(index_q, metadata.positions, cos_sin_cache).bfloat16()
-            capture["idx_q"] = numerics.hadamard(rotated).bfloat16() if self.index_hadamard else rotated
-        return self.indexer_op(q, weights, cache, metadata, slots)
 
     def by_head(self, index_q: torch.Tensor) -> torch.Tensor:
         """Queries [T, heads * 128] as [T, heads, 128]."""

@@ -43,15 +43,15 @@ def shards_rows(arch: str, ranks: int, requests: int, prefill_rows: int, keys: i
     saved = 0.0
     if requests:
         line = DECODE_SCORES[arch]
-        saved += _at(line, requests * keys) - _at(line, share * keys)
+        saved += value_at(line, requests * keys) - value_at(line, share * keys)
     if prefill_rows:
         line = PREFILL_SCORES[arch]
-        saved += _at(line, prefill_rows * keys) - _at(line, row_share * keys)
+        saved += value_at(line, prefill_rows * keys) - value_at(line, row_share * keys)
     gathered = 4 * k * ranks * (share * next_n + row_share)
-    return saved > _at(ALL_GATHER, gathered) + PLACING_US + gathered / PLACING_BYTES_PER_US
+    return saved > value_at(ALL_GATHER, gathered) + PLACING_US + gathered / PLACING_BYTES_PER_US
 
 
-def _at(line: Line, x: float) -> float:
+def value_at(line: Line, x: float) -> float:
     """Between the points of a line, before the first one its value, behind the last one along its last segment."""
     if x <= line[0][0]:
         return line[0][1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""V4.1's sparse attention over fp8_ds_mla caches: decode rows from the pages, prefill rows gathered first."""
+"""V4.1's sparse attention: decode rows from the pages, prefill rows gathered first."""
 
 from __future__ import annotations
 

@@ -20,6 +20,14 @@ from .caches import (
 )
 from .v41_config import WINDOW, DeepseekV41Config
 
+V41_KV_CACHES = {
+    "fp8_ds_mla": (formats.FP8_DS_MLA, formats.FP8_DS_MLA),
+    "fp8_ds_mla+nvfp4_v41": (formats.FP8_DS_MLA, formats.NVFP4_V41),
+    "mxfp8_v41": (formats.MXFP8_V41, formats.MXFP8_V41),
+    "mxfp8_v41+nvfp4_v41": (formats.MXFP8_V41, formats.NVFP4_V41),
+}
+"""By name: formats of windows and of entries."""
+
 ENTRY_BLOCK_SIZE = 128
 """Source tokens per page of entries and of index keys: 64 or 128 rows, of ratio 2 or 1."""
 RING_ROWS = 8
@@ -52,21 +60,26 @@ class V41Caches:
         entry_blocks: int = 0,
         rings: int = 0,
         ring_rows: int = RING_ROWS,
+        kv_cache: str = "fp8_ds_mla",
         index_cache: str = "fp8",
         device: torch.device | str = "cpu",
     ) -> V41Caches:
-        """Zeroed pools for some layers, by default all but the draft's, with fp8_ds_mla records.
+        """Zeroed pools for some layers, by default all but the draft's.
 
         window_blocks   pages of 64 tokens of each window cache
         entry_blocks    pages of 128 source tokens of each source's entries, and of its keys
         rings           requests that may be in flight
         ring_rows       even, and more than the drafts of a step
+        kv_cache        one of V41_KV_CACHES; the model's own is "mxfp8_v41+nvfp4_v41"
         index_cache     "fp8" or "mxfp4"
         """
+        if kv_cache not in V41_KV_CACHES:
+            raise ValueError(f"V41Caches: kv_cache: expected one of {tuple(V41_KV_CACHES)}, got {kv_cache!r}")
         if index_cache not in INDEX_CACHES:
             raise ValueError(f"V41Caches: index_cache: expected one of {tuple(INDEX_CACHES)}, got {index_cache!r}")
         wanted = list(range(config.num_hidden_layers) if layers is None else layers)
-        fmt, keys, ring = formats.FP8_DS_MLA, INDEX_CACHES[index_cache], formats.compressor_state(formats.HEAD_DIM, 2)
+        (mine, fmt), keys = V41_KV_CACHES[kv_cache], INDEX_CACHES[index_cache]
+        ring = formats.compressor_state(formats.HEAD_DIM, 2)
 
         def source(layer: int) -> V41SourceCaches:
             ratio = config.compress_ratio_of(layer)
@@ -83,7 +96,7 @@ class V41Caches:
         sources = {config.source_of(layer) for layer in wanted if config.kind_of(layer) != WINDOW}
         return cls(
             {
-                layer: DeepseekV4SWACache(fmt.allocate(window_blocks, SWA_BLOCK_SIZE, device), fmt, SWA_BLOCK_SIZE)
+                layer: DeepseekV4SWACache(mine.allocate(window_blocks, SWA_BLOCK_SIZE, device), mine, SWA_BLOCK_SIZE)
                 for layer in wanted
             },
             {layer: source(layer) for layer in sorted(sources)},

@@ -21,7 +21,7 @@ from .output import OutputProjection
 from .parallel import TensorParallel
 from .rotary import RotaryEmbedding
 from .v41_attention import V41SparseAttention
-from .v41_caches import V41Caches, V41SourceCaches
+from .v41_caches import V41_KV_CACHES, V41Caches, V41SourceCaches
 from .v41_config import SOURCE, WINDOW, DeepseekV41Config
 from .v41_indexer import V41Indexer
 from .v41_step import V41Selection, V41Step
@@ -29,8 +29,9 @@ from .v41_step import V41Selection, V41Step
 
 @dataclass
 class V41Options:
-    """How a layer runs. Caches hold fp8_ds_mla records.
+    """How a layer runs.
 
+    kv_cache          formats of windows and entries, by name: one of v41_caches.V41_KV_CACHES
     index_cache       "fp8" or "mxfp4": format of indexer queries and keys; the model's own is the latter
     batch_invariant   as AttentionOptions has it
     max_model_len     longest sequence; sizes the rotary table
@@ -38,6 +39,7 @@ class V41Options:
     workspace         shared by the layers of a model
     """
 
+    kv_cache: str = "fp8_ds_mla"
     index_cache: str = "fp8"
     batch_invariant: bool = False
     max_model_len: int = 65536
@@ -46,9 +48,10 @@ class V41Options:
     workspace: Workspace | None = None
 
     def __post_init__(self) -> None:
-        if self.index_cache not in INDEX_CACHES:
-            choices = tuple(INDEX_CACHES)
-            raise ValueError(f"V41Options: index_cache: expected one of {choices}, got {self.index_cache!r}")
+        for name, choices in (("kv_cache", V41_KV_CACHES), ("index_cache", INDEX_CACHES)):
+            if getattr(self, name) not in choices:
+                got = getattr(self, name)
+                raise ValueError(f"V41Options: {name}: expected one of {tuple(choices)}, got {got!r}")
         for name in ("max_model_len", "max_num_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"V41Options: {name}: expected a positive number, got {getattr(self, name)}")
@@ -223,11 +226,15 @@ class DeepseekV41Attention(nn.Module):
         if step.window.max_seq_len > longest:
             check.fail("step", f"sequences within max_model_len = {longest}", step.window.max_seq_len)
         check.require(layer in caches.windows, "caches.windows", f"a window of layer {layer}", sorted(caches.windows))
+        (fmt, entry_fmt), given_fmt = V41_KV_CACHES[self.options.kv_cache], caches.windows[layer].kv_format
+        check.require(fmt == given_fmt, "caches.windows", f"format {fmt.id}", given_fmt.id)
         if self.kind == WINDOW:
             return None
         owner = config.source_of(layer)
         check.require(owner in caches.sources, "caches.sources", f"those of layer {owner}", sorted(caches.sources))
         source = caches.sources[owner]
+        given_fmt = source.entries.kv_format
+        check.require(entry_fmt == given_fmt, "caches.sources", f"entries of format {entry_fmt.id}", given_fmt.id)
         ratio, rows = self.compress_ratio, source.entries.block_size
         if step.tables.entries is None:
             check.fail("step", f"a table of entries, for compress ratio {ratio}", "None")

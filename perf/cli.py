@@ -145,6 +145,21 @@ def make_parser() -> argparse.ArgumentParser:
     layer.add_argument("--json", type=Path, metavar="OUT", help="file for the record, or folder for layer.json")
     layer.add_argument("--ceilings", type=Path, metavar="FILE", help="as of sweep")
 
+    engines = commands.add_parser(
+        "engines",
+        help="vLLM's own layers, with and without the plug-in: compare what they write, and measure them",
+        description="vLLM's own layers, with and without the plug-in: what they write is compared, then the time of a "
+        "decode step in a CUDA graph is measured, whole and without the engine's linears. vLLM must be installed.",
+    )
+    engines.add_argument("--check", action="store_true", help="compare, and measure nothing")
+    engines.add_argument("--only", default="", metavar="REGEX", help="what has this in its name; not for the report")
+    engines.add_argument("--replays", type=int, default=REPLAYS, metavar="N", help=f"replays per cell ({REPLAYS})")
+    engines.add_argument(
+        "--budget", type=float, default=math.inf, metavar="SECONDS", help="begin no cell after so long"
+    )
+    engines.add_argument("--json", type=Path, metavar="OUT", help="file for the record, or folder for engines.json")
+    engines.add_argument("--ceilings", type=Path, metavar="FILE", help="as of sweep")
+
     written = commands.add_parser(
         "report",
         help="write perf/REPORT.md, perf/plots and the README's numbers from the records",
@@ -159,7 +174,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="what the records say of an op; no GPU needed",
         description="Times of an op's cells and of its peers, from perf/results.",
     )
-    shown.add_argument("op", choices=sorted([*MODULES, "layer"]), metavar="OP", help="name of an op, or layer")
+    others = ("layer", "engines")
+    shown.add_argument("op", choices=sorted([*MODULES, *others]), metavar="OP", help="name of an op, layer or engines")
     shown.add_argument("case", nargs="?", metavar="CASE", help="cells whose name this regular expression finds (all)")
     shown.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="repository with the records (this one)")
 
@@ -170,6 +186,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="repository to work on (this one)")
     made.add_argument("--workers", type=int, metavar="N", help="processes (one per core)")
+
+    scaled = commands.add_parser(
+        "scaling",
+        help="what layers should take on 2 to 64 GPUs, by a model; no GPU needed",
+        description="Tables of a model of V4's attention layers on several GPUs: bytes, measured rates, collectives.",
+    )
+    scaled.add_argument("--model", choices=("v4-flash", "v4-pro"), default="v4-flash", help="(v4-flash)")
+    scaled.add_argument("--gpus", type=_numbers, metavar="N,N", help="these numbers of GPUs (2,4,8,16,32,64)")
+    scaled.add_argument("--picture", type=Path, metavar="FILE.png", help="draw it too, with matplotlib")
 
     compared = commands.add_parser("compare", help="how our times changed from one set of records to another")
     compared.add_argument("before", type=Path, metavar="A", help="record file, or folder of records")
@@ -190,10 +215,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "sweep": sweep,
         "layer": measure_layers,
+        "engines": measure_engines,
         "report": write_report,
         "show": show_records,
         "compiled": write_compiled,
         "compare": show_comparison,
+        "scaling": show_scaling,
     }
     try:
         return commands[options.command](options)
@@ -411,7 +438,7 @@ def measure_layers(options: argparse.Namespace) -> int:
             cells, left_out, is_cut = layer.sweep(wanted, options.replays, options.budget, roofs, note, options.peers)
     except BaseException:
         if options.json is not None and measured:  # GPU time is dear: what was measured can still be looked at
-            path = _layer_path(options.json).with_suffix(".rejected.json")
+            path = _record_path(options.json, layer.OP).with_suffix(".rejected.json")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(to_text({"schema": SCHEMA, "op": layer.OP, **machine, "records": measured}))
         raise
@@ -421,20 +448,76 @@ def measure_layers(options: argparse.Namespace) -> int:
     facts = {"partial": is_partial, "cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
     record = {"schema": SCHEMA, "op": layer.OP, **machine, **facts, "left_out": left_out, "records": cells}
     if options.json is not None and cells:
-        path = _layer_path(options.json)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            parse(record, layer.OP)
-        except RecordError:
-            path = path.with_suffix(".rejected.json")  # GPU time is dear: what was measured can still be looked at
-            raise
-        finally:
-            path.write_text(to_text(record))
+        _write_record(record, _record_path(options.json, layer.OP))
     return 0 if cells else 1
 
 
-def _layer_path(given: Path) -> Path:
-    return given if given.suffix == ".json" else given / "layer.json"
+def _record_path(given: Path, op: str) -> Path:
+    return given if given.suffix == ".json" else given / f"{op}.json"
+
+
+def _write_record(record: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        parse(record, record["op"])
+    except RecordError:
+        path = path.with_suffix(".rejected.json")  # GPU time is dear: what was measured can still be looked at
+        raise
+    finally:
+        path.write_text(to_text(record))
+
+
+# ---- engines ---------------------------------------------------------------------------------------------------------
+
+
+def measure_engines(options: argparse.Namespace) -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Refusal("there is no CUDA device here: nothing was measured")
+    if options.replays < LEAST_REPLAYS:
+        raise Refusal(f"--replays: expected at least {LEAST_REPLAYS}, got {options.replays}")
+    from perf import ceilings, engine_layers, engines
+    from perf.conditions import watch
+    from perf.measure import cold_bytes, environment
+    from perf.records import SCHEMA
+
+    console = _console()
+
+    def show(cell: dict[str, Any] | str) -> None:
+        if isinstance(cell, str):
+            console.print(escape(cell))
+            return
+        ours, peer = cell["rows"]
+        console.print(
+            f"{cell['shape']['case']:34} {ours['us']:8.1f} us, {peer['name']} {peer['us']:8.1f}: "
+            f"{peer['us'] / ours['us']:.2f} times ours"
+        )
+
+    try:
+        model = engine_layers.load()
+    except ImportError as error:
+        raise Refusal(f"vLLM cannot be imported: {error}") from error
+    with engine_layers.one_rank("cuda"), torch.no_grad():
+        if options.check:
+            failed = engines.check(model, options.only, partial(print, flush=True))
+            print("\n".join(sorted(engine_layers.said())))
+            return 1 if failed else 0
+        wanted = [case for case in engines.cases() if re.search(options.only, case.name(""))]
+        machine = environment()
+        found = _ceilings(options.ceilings, partial(ceilings.measure, options.replays))
+        known = ceilings.yardsticks(machine["gpu"], found)
+        engines.compile_ahead(wanted)
+        with watch() as conditions:
+            cells, is_cut = engines.sweep(model, wanted, options.replays, options.budget, show)
+    ceilings.add_percentages(cells, known)
+    machine |= {"conditions": conditions}
+    is_partial = bool(options.only) or is_cut
+    facts = {"partial": is_partial, "cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
+    record = {"schema": SCHEMA, "op": engines.OP, **machine, **facts, "records": cells}
+    if options.json is not None and cells:
+        _write_record(record, _record_path(options.json, engines.OP))
+    return 0 if cells else 1
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------
@@ -553,3 +636,40 @@ def show_comparison(options: argparse.Namespace) -> int:
 def _change(change: Change) -> tuple[str, str, str, str]:
     control = "" if change.control is None else f"{change.control:.3f}"
     return f"{change.before:.2f}", f"{change.after:.2f}", f"{change.ratio:.3f}", control
+
+
+# ---- scaling ---------------------------------------------------------------------------------------------------------
+
+
+def show_scaling(options: argparse.Namespace) -> int:
+    from perf import scaling
+
+    gpus = tuple(options.gpus or scaling.GPUS)
+    hosts = scaling.GPUS_OF_HOST
+    if any(count < 2 or (count > hosts and count % hosts) for count in gpus):
+        raise Refusal(f"--gpus: expected 2 to {hosts}, or whole hosts of {hosts}, got {', '.join(map(str, gpus))}")
+    console = _console()
+    console.print(f"{options.model}, H200. {scaling.ASSUMED}\n")
+    for form, what in scaling.WHAT.items():
+        console.print(f"{form}: {what}")
+    console.print(
+        f"\nA decode step, microseconds of all attention layers; beyond {hosts} GPUs hosts share the requests"
+    )
+    held = (">GB a GPU", ">with dcp", ">with dp")
+    table = _table("context", ">requests", ">GPUs", *(f">{form}" for form in scaling.DECODE_FORMS), *held)
+    for line in scaling.decode_rows(options.model, gpus):
+        table.add_row(*line)
+    console.print(table)
+    console.print("\nA whole prompt, seconds of all attention layers")
+    table = _table("tokens", ">GPUs", *(f">{form}" for form in scaling.PREFILL_FORMS))
+    for line in scaling.prefill_rows(options.model, gpus):
+        table.add_row(*line)
+    console.print(table)
+    console.print("\nOne layer of v4-flash on two H200s, the model beside measured times")
+    table = _table("step", ">measured us", ">model", ">of it")
+    for line in scaling.measured_rows():
+        table.add_row(*line)
+    console.print(table)
+    if options.picture is not None:
+        scaling.draw(options.model, gpus, options.picture)
+    return 0

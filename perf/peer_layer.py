@@ -30,13 +30,14 @@ from torch.nn import functional as F
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, INDEXER_FP8
 from cute_kernels.indexer.ops import fused_indexer_q_rope_quant
 from cute_kernels.layers import PRESETS, DeepseekV4MetadataBuilder
-from cute_kernels.layers.attention import DeepseekV4MultiHeadLatentAttentionWrapper, run_on_streams
+from cute_kernels.layers.attention import DeepseekV4MultiHeadLatentAttentionWrapper
 from cute_kernels.layers.caches import KV_BLOCK_SIZE, SWA_BLOCK_SIZE, LayerCaches, PagedCache
 from cute_kernels.layers.compressor import DeepseekCompressor
 from cute_kernels.layers.config import DeepseekV4Config
 from cute_kernels.layers.indexer import step_columns
 from cute_kernels.layers.linear import Linear, matmul
 from cute_kernels.layers.metadata import DeepseekV4Metadata
+from cute_kernels.layers.streams import run_on_streams
 from cute_kernels.norm.ops import fused_q_kv_rmsnorm
 from cute_kernels.output.ops import fused_inv_rope_fp8_quant
 from perf.compressor_c4 import two_steps, vllm_cutedsl, vllm_triton
@@ -165,7 +166,7 @@ class PeerStep:
     """The layers of a step, run by the peers' kernels. Decode steps of requests with equally many rows, or prefill
     chunks of one request.
 
-    streams   for products and for the indexer, as `layers.attention.run_on_streams` takes them
+    streams   for products and for the indexer, as `layers.streams.run_on_streams` takes them
     """
 
     def __init__(self, step: Step, streams: Sequence[torch.cuda.Stream] = ()) -> None:

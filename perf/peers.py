@@ -31,6 +31,7 @@ PACKAGES = {
     "flashmla-padded": ("vllm",),
     "torch.compile": ("torch", "triton"),
     "vllm": ("vllm", "triton", "nvidia-cutlass-dsl"),
+    "vllm-classes": ("vllm", "triton", "nvidia-cutlass-dsl"),
     "vllm-streams": ("vllm", "triton", "nvidia-cutlass-dsl"),
     "vllm-triton": ("vllm", "triton"),
     "vllm-cutedsl": ("vllm", "nvidia-cutlass-dsl"),

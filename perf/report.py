@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""perf/REPORT.md and the README's numbers, written from the records."""
+"""perf/REPORT.md, and the README's numbers and first lines, written from the records."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from perf import compiled, plots, report_compiled
@@ -16,6 +16,27 @@ from perf.tables import table
 from perf.targets import LAYER, LAYER_GAIN, LAYER_TARGETS_US, TARGETS_US, host_limit_us, host_loss, limit_us, losses
 
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
+HEADLINE_BEGIN, HEADLINE_END = "<!-- headline:begin -->", "<!-- headline:end -->"
+README_OPS = (
+    "bf16_gemm",
+    "deepseek_v4_fp8_einsum",
+    "dequantize_and_gather_k_cache",
+    "fp8_gemm",
+    "fused_compress_norm_rope_store",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
+    "fused_inv_rope_fp8_quant",
+    "mqa_logits",
+    "paged_mqa_logits",
+    "quantize_and_insert_k_cache",
+    "score_top_k_decode",
+    "score_top_k_prefill",
+    "sparse_mla_decode",
+    "sparse_mla_prefill",
+    "sparse_mla_prefill_paged",
+    "top_k_per_row_decode",
+    "top_k_per_row_prefill",
+)
+"""Ops that have a line in the README: those that most of a layer's time goes to. The report has a line for each op."""
 KINDS: dict[str, tuple[str, str]] = {
     "copy": ("copying, bytes read and written", "copy"),
     "read": ("reading", ""),
@@ -88,10 +109,16 @@ def render_report(book: Book, kernels: Compiled | None = None) -> str:
     ]
     if not book.records:
         lines += ["", "No records yet."]
+    else:
+        lines += ["", "## Every op", "", *_ops(list(book.gpus()))]
     for gpu, records in book.gpus():
         lines += ["", f"## {gpu}", "", *_machines(records), "", "### Ceilings", "", *_ceilings(records)]
         lines += ["", "### Where we lose", "", *_losing(gpu, records)]
         lines += ["", "### Host time of an eager call", "", *_host(records)]
+        if any(record.op != LAYER for record in records):
+            lines += ["", f"![Rates and ceilings](plots/{plots.file_name(gpu, plots.OVERVIEW)})"]
+        layers = _layers(records)[:-1]
+        lines += ["", "### Whole layers", "", *layers] if layers else []
         for record in records:
             lines += ["", f"### {record.op}", "", *_op(gpu, record)]
     if kernels is not None:
@@ -263,9 +290,8 @@ def _op(gpu: str, record: Record) -> list[str]:
 
 def _verdict(gpu: str, cell: Cell) -> str:
     limit = limit_us(gpu, cell)
-    slower = any(reason.startswith("slower") for reason in losses(gpu, cell))
     over = limit is not None and cell.ours.us > limit
-    return ", ".join(["slower"] * slower + ["over limit"] * over)
+    return ", ".join(["slower"] * _is_slower(gpu, cell) + ["over limit"] * over)
 
 
 def _has_products(record: Record) -> bool:
@@ -369,38 +395,99 @@ def _variants(record: Record) -> list[str]:
 
 # ---- the README ------------------------------------------------------------------------------------------------------
 
+TERMS = (
+    "Names of shapes: T rows or tokens, b requests, h heads, sq query rows and sk, skv or ctx keys; `c4_128+1024` is "
+    f"decode over C4A's caches, 128 keys of the window and 1024 picked entries. One named {BETWEEN} was drawn from "
+    "between those that kernels are tuned for. `% of ceiling`: of the fastest rate measured on that GPU for what binds "
+    "the shape, copying or the matrix product in parentheses. `host µs`: what an eager call costs the host, of the "
+    "cheapest shape."
+)
+
+
+def render_headline(book: Book) -> str:
+    """What the README opens with: whole layers beside their peers, on the GPU with most of such cells."""
+    gpu, found = _most_gains(book)
+    if not found:
+        return "No whole layer has been measured beside other kernels yet."
+    text = (
+        f"On an {gpu} whole attention layers run {_geometric_mean(found):.2f} times as fast as the same layers made "
+        f"of FlashMLA's, DeepGEMM's and vLLM's kernels: the geometric mean of {len(found)} measured steps, which range "
+        f"from {min(found):.2f} to {max(found):.2f}. The [numbers](#numbers) name single ops that a peer is faster at."
+    )
+    return "\n".join(_wrap(text))
+
+
+def _most_gains(book: Book) -> tuple[str, list[float]]:
+    """The GPU with most steps of whole layers beside peers, and how many times as fast ours are."""
+    gains = {
+        gpu: [gain for r in records if r.op == LAYER for cell in r.cells if (gain := cell.gain) is not None]
+        for gpu, records in book.gpus()
+    }
+    return max(gains.items(), key=lambda item: len(item[1]), default=("", []))
+
 
 def render_numbers(book: Book) -> str:
-    """What stands between the README's markers: whole layers by GPU, and one line per op."""
+    """What stands between the README's markers: whole layers of the GPU that they were compared on, a line for the ops
+    of README_OPS, and where a peer is faster."""
     lines = ["## Numbers", ""]
     if not book.records:
         return "\n".join([*lines, "No kernel has been measured yet."])
-    gpus = list(book.gpus())
+    compared, _ = _most_gains(book)
+    gpus = sorted(book.gpus(), key=lambda of: of[0] != compared)  # that one first, the others as they are
     for gpu, records in gpus:
-        dates = sorted(record.date[:10] for record in records)
-        dsl = ", ".join(sorted({f"CuTe DSL {record.dsl}" for record in records if record.dsl}))
-        when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-        facts = ", ".join(part for part in (gpu, dsl, when) if part)
-        lines += [f"{facts}.", "", *_layers(records)]
-    lines += _ops(gpus)
+        if gpu == compared or not compared:
+            lines += [f"{_facts(gpu, records)}.", "", *_layers(records)]
+    lines += [*_wrap(TERMS), "", *_ops(gpus, README_OPS)]
     for gpu, records in gpus:
-        lost, total = losing_cells(gpu, records), sum(len(record.cells) for record in records)
-        if lost:
-            listed = f"{len(lost)} of {total} shapes are slower than a peer or over their limit"
-        else:
-            listed = f"None of {total} shapes is slower than its best peer or over its limit"
-        lines += [*_wrap(f"{gpu}: {listed}."), ""]
-    lines += _wrap("[perf/REPORT.md](perf/REPORT.md) has all shapes, ceilings and the method.")
+        lines += [*_wrap(f"{gpu if gpu == compared else _facts(gpu, records)}: {_slower(gpu, records)}"), ""]
+    first, records = gpus[0]
+    if any(record.op != LAYER for record in records):
+        lines += [f"![Rates and ceilings, {_short(first)}](perf/plots/{plots.file_name(first, plots.OVERVIEW)})", ""]
+    lines += _wrap("[perf/REPORT.md](perf/REPORT.md) has every op, all shapes, ceilings and the method.")
     return "\n".join(lines).rstrip("\n")
 
 
+def _facts(gpu: str, records: Sequence[Record]) -> str:
+    """With what and when a GPU's records were taken."""
+    dates = sorted(record.date[:10] for record in records)
+    dsl = ", ".join(sorted({f"CuTe DSL {record.dsl}" for record in records if record.dsl}))
+    when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    return ", ".join(part for part in (gpu, dsl, when) if part)
+
+
+def _slower(gpu: str, records: Sequence[Record]) -> str:
+    """How many shapes of which ops are slower than a peer, most first."""
+    total = sum(len(record.cells) for record in records)
+    beside = {record.op: [cell for cell in record.cells if cell.best_peer is not None] for record in records}
+    slower = {op: [cell for cell in cells if _is_slower(gpu, cell)] for op, cells in beside.items()}
+    counts = {op: len(cells) for op, cells in slower.items() if cells}
+    lost, compared = len(losing_cells(gpu, records)), sum(map(len, beside.values()))
+    if not counts:
+        found = f"none of {compared} shapes with a peer is slower than it"
+    else:
+        found = f"{sum(counts.values())} of {compared} shapes with a peer are slower than it, by however little"
+        worst = {op: min(cell.gain or math.inf for cell in slower[op]) for op in counts}
+        ops = sorted(counts, key=lambda op: (-counts[op], op))
+        found += " (at worst so many times as fast): " + ", ".join(
+            f"`{op}` {counts[op]} of {len(beside[op])} ({worst[op]:.2f})" for op in ops
+        )
+    over = lost - sum(counts.values())
+    return f"{found}. Of all {total} shapes {over} more are over the limit set for them." if over else f"{found}."
+
+
+def _is_slower(gpu: str, cell: Cell) -> bool:
+    return any(reason.startswith("slower") for reason in losses(gpu, cell))
+
+
 FEW = 1 / 4
-"""A GPU with a smaller share of the ops that another one has gets lines below the README's table, and no columns."""
+"""A GPU with a smaller share of the ops that another one has gets lines below a table of ops, and no columns."""
 
 
-def _ops(gpus: Sequence[tuple[str, Sequence[Record]]]) -> list[str]:
-    """A line per op with columns of each GPU that many ops were measured on, and the pictures of all GPUs."""
-    found = {gpu: {record.op: record for record in records if record.op != LAYER} for gpu, records in gpus}
+def _ops(gpus: Sequence[tuple[str, Sequence[Record]]], only: Collection[str] | None = None) -> list[str]:
+    """A line per op, of all or of some, with columns of each GPU that many ops were measured on."""
+    found = {
+        gpu: {r.op: r for r in records if r.op != LAYER and (only is None or r.op in only)} for gpu, records in gpus
+    }
     found = {gpu: records for gpu, records in found.items() if records}
     if not found:
         return []
@@ -420,11 +507,9 @@ def _ops(gpus: Sequence[tuple[str, Sequence[Record]]]) -> list[str]:
         "there is no slash, calls were timed back to back only, which flatters those that overlap with the one before:"
     )
     lines = [*_wrap(text), "", *table(header, rows, range(2, len(header))), ""]
-    for gpu, records in found.items():
+    for gpu, records in found.items() if only is None else ():
         if gpu not in tabled:
             lines += [line for op in sorted(records) for line in _alone(gpu, records[op])] + [""]
-    for gpu in found:
-        lines += [f"![Rates and ceilings, {_short(gpu)}](perf/plots/{plots.file_name(gpu, plots.OVERVIEW)})", ""]
     return lines
 
 
@@ -511,12 +596,18 @@ def _numbers_of(record: Record | None, case: str) -> list[str]:
     ]
 
 
-def insert_numbers(readme: str, numbers: str) -> str:
-    """The README with `numbers` between its markers. ValueError if it does not have each marker once, in order."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
-        raise ValueError(f"README.md: expected one {BEGIN} and one {END} after it")
-    before, rest = readme.split(BEGIN)
-    return f"{before}{BEGIN}\n{numbers}\n{END}{rest.split(END)[1]}"
+def fill(readme: str, book: Book) -> str:
+    """The README with what the records say between its markers. ValueError if it does not have each marker once, in
+    order."""
+    found = _insert(readme, HEADLINE_BEGIN, HEADLINE_END, render_headline(book))
+    return _insert(found, BEGIN, END, render_numbers(book))
+
+
+def _insert(readme: str, begin: str, end: str, text: str) -> str:
+    if readme.count(begin) != 1 or readme.count(end) != 1 or readme.index(begin) > readme.index(end):
+        raise ValueError(f"README.md: expected one {begin} and one {end} after it")
+    before, rest = readme.split(begin)
+    return f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"
 
 
 def stale(root: Path, book: Book) -> list[str]:
@@ -525,7 +616,7 @@ def stale(root: Path, book: Book) -> list[str]:
     report, readme = root / "perf/REPORT.md", (root / "README.md").read_text()
     if not report.is_file() or report.read_text() != render_report(book, compiled.read(root)):
         found.append("perf/REPORT.md")
-    if insert_numbers(readme, render_numbers(book)) != readme:
+    if fill(readme, book) != readme:
         found.append("README.md")
     wanted = {figure.name: figure.digest for gpu, records in book.gpus() for figure in plots.figures(gpu, records)}
     folder = root / "perf/plots"
@@ -537,7 +628,7 @@ def stale(root: Path, book: Book) -> list[str]:
 def write(root: Path, book: Book, *, pictures: bool = True) -> list[Path]:
     """Write the report, the README's numbers and the plots under `root`; the files that were written."""
     report, readme = root / "perf/REPORT.md", root / "README.md"
-    text = insert_numbers(readme.read_text(), render_numbers(book))
+    text = fill(readme.read_text(), book)
     written = []
     if pictures:
         wanted = [figure for gpu, records in book.gpus() for figure in plots.figures(gpu, records)]

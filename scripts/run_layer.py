@@ -7,7 +7,8 @@ prefill and decode steps, checks the result against itself, and prints every op 
 bytes: on a CPU with its time, on a GPU followed by what a prefill and a decode step of the layer take in a CUDA graph
 and eagerly, and by the launches of the last one. At the reduced width it takes about half a minute on two cores.
 With --tp T it runs over T processes, as tensor-parallel ranks that it starts itself (over gloo on a CPU, NCCL on GPUs),
-and compares with one process; under torchrun it takes part with the processes that are there.
+and compares with one process; --cp C, of T x C processes, and --dcp D share out the requests' context. Under torchrun
+it takes part with the processes that are there.
 Exit status: 0 all checks passed, 1 a check failed or a rank was lost, 2 bad input, 130 interrupted.
 """
 
@@ -40,6 +41,7 @@ if importlib.util.find_spec("torch") is None:
 import torch
 from layer_runner import explain, v41
 from layer_runner.dump import write_dump
+from layer_runner.kernels import compile_ahead, kernels_of, kernels_of_layer
 from layer_runner.picture import draw
 from layer_runner.ranks import Ranks, check_gpus, join, own_rank, start
 from layer_runner.report import (
@@ -62,6 +64,7 @@ from cute_kernels.layers import (
     AttentionOptions,
     CheckpointError,
     CommunicatorError,
+    ContextParallel,
     DeepseekV4Config,
     DeepseekV4MultiHeadLatentAttentionWrapper,
     DeepseekV41Attention,
@@ -78,9 +81,12 @@ from cute_kernels.layers import (
 )
 from cute_kernels.layers.caches import INDEX_CACHES, KV_CACHES
 from cute_kernels.layers.config import read_json
+from cute_kernels.layers.context import KV_FORMS
 from cute_kernels.layers.mla import PREFILL_FORMS
 from cute_kernels.layers.parallel import INDEXER_FORMS
+from cute_kernels.layers.v41_caches import V41_KV_CACHES
 from cute_kernels.layers.v41_config import is_v41
+from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 
 MODELS: Mapping[str, DeepseekV4Config | DeepseekV41Config] = {**PRESETS, **V41_PRESETS}
@@ -158,7 +164,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
 
     form = parser.add_argument_group("layer options")
-    form.add_argument("--kv-cache", choices=tuple(KV_CACHES), default="fp8_ds_mla", help="cache format (fp8_ds_mla)")
+    form.add_argument(
+        "--kv-cache", choices=tuple(KV_CACHES | V41_KV_CACHES), default="fp8_ds_mla",
+        help="cache format, of V4.1 of windows and entries (fp8_ds_mla)",
+    )  # fmt: skip
     form.add_argument("--index-cache", choices=tuple(INDEX_CACHES), default="fp8", help="indexer key format (fp8)")
     form.add_argument("--index-hadamard", action="store_true", help="rotate indexer queries and keys")
     form.add_argument(
@@ -175,6 +184,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     several.add_argument(
         "--tp-indexer", choices=INDEXER_FORMS, default="auto",
         help="whether ranks divide the rows that the indexer scores (auto)",
+    )  # fmt: skip
+    several.add_argument(
+        "--cp", type=positive, metavar="C", default=1,
+        help="ranks that divide the rows of prefills, for each of T; decode rows are on all of them (1)",
+    )  # fmt: skip
+    several.add_argument(
+        "--cp-kv", choices=KV_FORMS, default="sharded", help="where those C ranks have the requests' entries (sharded)"
+    )
+    several.add_argument(
+        "--dcp", type=positive, metavar="D", default=1,
+        help="among the T ranks, so many neighbours share out the requests' entries (1)",
     )  # fmt: skip
 
     run = parser.add_argument_group("run")
@@ -197,6 +217,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"argument {flag}: only for seeded weights, not allowed with --checkpoint")
     if args.tp > 1 and args.dump is not None:
         parser.error("argument --dump: not allowed with --tp, whose ranks have some of the heads each")
+    if args.cp > 1 and args.dump is not None:
+        parser.error("argument --dump: not allowed with --cp, whose ranks have some of the rows each")
+    if args.cp > 1 and args.dcp > 1:
+        parser.error("argument --dcp: not allowed with --cp, whose ranks share out the entries already")
+    if args.tp % args.dcp:
+        parser.error(f"argument --dcp: expected a divisor of the {args.tp} ranks of --tp, got {args.dcp}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: cuda: this machine has no usable CUDA device")
     for flag, path in (("--dump", args.dump), ("--json", args.json), ("--html", args.html)):
@@ -230,17 +256,32 @@ def read_config(args: argparse.Namespace) -> DeepseekV4Config | DeepseekV41Confi
     if isinstance(config, DeepseekV41Config):
         for flag, refused in (
             ("--tp", args.tp > 1),
+            ("--cp", args.cp > 1),
             ("--wo-a", args.wo_a is not None),
-            ("--kv-cache", args.kv_cache != "fp8_ds_mla"),
+            ("--kv-cache", args.kv_cache not in V41_KV_CACHES),
             ("--index-hadamard", args.index_hadamard),
             ("--prefill-form", args.prefill_form != "gathered"),
             ("--dump", args.dump is not None),
         ):
             if refused:
                 raise InputError(f"{flag}: layers of V4.1 do not take it")
+    elif args.kv_cache not in KV_CACHES:
+        raise InputError("--kv-cache: V4.1's own records are for its layers")
     elif config.o_groups % args.tp:
         raise InputError(f"--tp: expected a divisor of the {config.o_groups} output groups, got {args.tp}")
+    else:
+        check_context(args, config)
     return config if args.index_topk is None else replace(config, index_topk=args.index_topk)
+
+
+def check_context(args: argparse.Namespace, config: DeepseekV4Config) -> None:
+    """Whether ranks can share out what --cp and --dcp say."""
+    heads, is_sharded = config.num_attention_heads // args.tp, args.cp_kv == "sharded"
+    if args.cp > 1 and is_sharded and heads % args.cp:
+        raise InputError(f"--cp: expected a divisor of the {heads} heads of a rank, got {args.cp}")
+    if (args.dcp > 1 or (args.cp > 1 and is_sharded)) and args.kv_cache != "fp8_ds_mla":
+        flag = "--dcp" if args.dcp > 1 else "--cp-kv sharded"
+        raise InputError(f"{flag}: expected --kv-cache fp8_ds_mla, got {args.kv_cache}")
 
 
 def config_of(raw: dict[str, Any]) -> DeepseekV4Config | DeepseekV41Config:
@@ -288,7 +329,12 @@ def read_requests(args: argparse.Namespace, config: DeepseekV4Config | DeepseekV
 
 
 def make_layer(
-    args: argparse.Namespace, config: DeepseekV4Config, index: int, requests: Sequence[Request], tp: TensorParallel
+    args: argparse.Namespace,
+    config: DeepseekV4Config,
+    index: int,
+    requests: Sequence[Request],
+    tp: TensorParallel,
+    cp: ContextParallel | None,
 ) -> DeepseekV4MultiHeadLatentAttentionWrapper:
     if args.checkpoint is not None:
         tensors = read_layer_tensors(args.checkpoint, index, config)
@@ -302,8 +348,18 @@ def make_layer(
         max_model_len=max(request.reach for request in requests),
         max_num_tokens=max_rows(requests, args.chunk),
         tp=tp,
+        cp=cp,
     )
     return build_layer(config, index, tensors, options=options, device=args.device)
+
+
+def context_group(args: argparse.Namespace, ranks: Ranks) -> ContextParallel | None:
+    """How this rank's context group shares out requests, if it has one."""
+    if ranks.cp is None:
+        return None
+    if args.dcp > 1:
+        return ContextParallel(group=ranks.cp, kv="sharded", heads="own")
+    return ContextParallel(group=ranks.cp, kv=args.cp_kv, prefill="zigzag")
 
 
 def make_v41_layer(
@@ -314,11 +370,30 @@ def make_v41_layer(
     else:
         tensors = random_v41_layer_tensors(config, index, args.seed)
     options = V41Options(
+        kv_cache=args.kv_cache,
         index_cache=args.index_cache,
         max_model_len=max(request.reach for request in requests),
         max_num_tokens=max_rows(requests, args.chunk),
     )
     return build_v41_layer(config, index, tensors, options=options, device=args.device)
+
+
+def kernels_of_run(
+    args: argparse.Namespace,
+    config: DeepseekV4Config | DeepseekV41Config,
+    indices: Sequence[int],
+    requests: Sequence[Request],
+) -> list[KernelKey]:
+    """Keys of the kernels that layers of one process launch, each once; of layers that are made for that alone."""
+    run = {"chunk": args.chunk, "device": args.device, "seed": args.seed}
+    if isinstance(config, DeepseekV41Config):
+        stack = [make_v41_layer(args, config, index, requests) for index in indices]
+        return kernels_of(lambda: v41.run_stack(stack, requests, **run))
+    one = TensorParallel()
+    found = [
+        kernels_of_layer(make_layer(args, config, index, requests, one, None), requests, **run) for index in indices
+    ]
+    return list(dict.fromkeys(key for of_layer in found for key in of_layer))
 
 
 def introduce(
@@ -396,14 +471,15 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     indices = choose_layers(args, config)
     requests = read_requests(args, config)
     one = TensorParallel()
-    tp = one if ranks is None else TensorParallel(group=ranks.communicator, indexer=args.tp_indexer)
+    tp = one if ranks is None else TensorParallel(group=ranks.tp, indexer=args.tp_indexer)
+    cp = None if ranks is None else context_group(args, ranks)
     layers: list[DeepseekV4MultiHeadLatentAttentionWrapper] = []
     stack: list[DeepseekV41Attention] = []
     if isinstance(config, DeepseekV41Config):
         stack = [make_v41_layer(args, config, index, requests) for index in indices]
         kinds = [v41.kind_name(config, index) for index in indices]
     else:
-        layers = [make_layer(args, config, index, requests, tp) for index in indices]
+        layers = [make_layer(args, config, index, requests, tp, cp) for index in indices]
         kinds = [KINDS[layer.compress_ratio] for layer in layers]
 
     # A narrow terminal wraps lines itself; cut numbers would be worse.
@@ -420,6 +496,10 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     is_quiet = not sys.stderr.isatty() or (ranks is not None and not ranks.speaks)
     bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=is_quiet)
+    if on_gpu and ranks is None:
+        said = compile_ahead(kernels_of_run(args, config, indices, requests), bar)
+        if said is not None:
+            print(f"{said}\n", flush=True)
     steps = count_steps(requests, args.chunk, args.device, args.dump is not None)
     reports = []
     if stack:
@@ -441,7 +521,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
             layer.verify_ranks()
             if ranks.speaks:
                 assert isinstance(config, DeepseekV4Config)
-                by_itself = make_layer(args, config, layer.layer_index, requests, one)
+                by_itself = make_layer(args, config, layer.layer_index, requests, one, None)
                 whole = run_once(by_itself, requests, args.chunk, args.device, args.seed)
                 del by_itself
                 ranks.tell(f"whole/{layer.layer_index}")
@@ -473,7 +553,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     print(
         f"{len(checks) - failed} of {len(checks)} checks passed: {len(reports)} layer{plural}, {tokens} tokens each, "
         f"{sum(row.calls for report in reports for row in report.rows)} calls of ops in {seconds:.0f} s"
-        + (f", {args.tp} ranks" if ranks is not None else "")
+        + (f", {ranks.size} ranks" if ranks is not None else "")
     )
     print("\nNext:", *explain.next_steps(args.device, torch.cuda.is_available()), sep="\n  ")
     if ranks is not None and not ranks.speaks:
@@ -506,15 +586,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     ranks: Ranks | None = None
     try:
-        if args.tp > 1 and own_rank() is None:
+        size = args.tp * args.cp
+        if size > 1 and own_rank() is None:
             read_config(args)
             if args.device == "cuda":
-                check_gpus(args.tp)
-            return start(Path(__file__).resolve(), sys.argv[1:] if argv is None else argv, args.tp)
-        if args.tp > 1:
+                check_gpus(size, "--tp" if args.cp == 1 else "--tp * --cp")
+            return start(Path(__file__).resolve(), sys.argv[1:] if argv is None else argv, size)
+        if size > 1:
             if own_rank():
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115 for as long as the process runs
-            ranks = join(args.tp, args.device)
+            ranks = join(args.tp, args.cp, args.dcp, args.device)
         status = run(args, ranks)
         if ranks is not None:
             ranks.leave()

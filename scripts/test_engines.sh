@@ -51,7 +51,9 @@ END
   fi
   echo "== $wanted"
   "$PY" -m tests.plugins.seams "$engine" "$unpacked" || failed+=("$wanted: sources")
-  PYTHONPATH=$unpacked:$folder/packages:$ROOT "$PY" -m "tests.plugins.real_$engine" || failed+=("$wanted: modules")
+  variables=(PYTHONPATH="$unpacked:$folder/packages:$ROOT")
+  [[ $engine == sglang ]] || variables+=(TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=) # its metadata are Triton's
+  env "${variables[@]}" "$PY" -m "tests.plugins.real_$engine" || failed+=("$wanted: modules")
 done
 
 if ((${#failed[@]})); then

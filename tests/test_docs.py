@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cute_kernels import support
 from cute_kernels.formats import FP8_DS_MLA
@@ -19,7 +21,8 @@ from cute_kernels.runtime.report import Facts
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = (ROOT / "docs/environment.md").read_text()
 PAGES = [ROOT / "README.md", *(page for at in ("docs", "perf") for page in sorted((ROOT / at).rglob("*.md")))]
-CACHE = (ROOT / "docs/cache.md").read_text()
+PACKAGES = (ROOT / "cute_kernels").glob("*/reference.py")
+CACHE = (ROOT / "docs/kernel_cache.md").read_text()
 
 
 def test_every_variable_is_explained() -> None:
@@ -40,8 +43,10 @@ def test_the_cache_format_is_described() -> None:
         assert name in CACHE
 
 
-def test_the_readme_has_the_support_table_of_the_package() -> None:
-    assert support.markdown(list(all_ops())) in (ROOT / "README.md").read_text()
+def test_the_support_table_is_that_of_the_package() -> None:
+    ops = list(all_ops())
+    assert support.markdown(ops) in (ROOT / "docs/support.md").read_text()
+    assert support.exceptions(ops) in (ROOT / "README.md").read_text()
 
 
 def test_every_measured_cell_has_its_record() -> None:
@@ -58,12 +63,17 @@ def test_the_readme_op_example_runs() -> None:
     exec("\n".join(line[4:] for line in lines), scope)
     stored = FP8_DS_MLA.read(scope["cache"], 64, scope["slots"]).float()
     assert ((stored - scope["k"].float()).norm() / scope["k"].float().norm()) < 0.05
+    scores = scope["q"][1, 0].float() @ stored[:3].T * 512**-0.5
+    want = torch.softmax(scores, -1) @ stored[:3]
+    assert torch.allclose(scope["out"][1, 0].float(), want, atol=0.02)
+    assert torch.allclose(scope["lse"][1, :, 0], torch.logsumexp(scores, -1), atol=1e-3)
 
 
-def test_the_readme_layer_example_runs() -> None:
-    readme = (ROOT / "README.md").read_text()
-    block = readme[readme.index("    import torch\n    from cute_kernels.layers import") :]
-    lines = block[: block.index("\nMetadata is built")].splitlines()
+@pytest.mark.parametrize(("page", "behind"), [("README.md", "Metadata is built"), ("docs/v41.md", "`scripts/quick")])
+def test_layer_examples_run(page: str, behind: str) -> None:
+    text = (ROOT / page).read_text()
+    block = text[text.index("    import torch\n    from cute_kernels.layers import") :]
+    lines = block[: block.index(f"\n{behind}")].splitlines()
     scope: dict[str, Any] = {}
     exec("\n".join(line[4:] for line in lines), scope)
     assert scope["out"].shape == (200, scope["config"].hidden_size)
@@ -120,6 +130,14 @@ def test_the_architecture_page_names_what_is_there() -> None:
         source = (page.parent / target).read_text()
         for name in re.findall(r"`(\w+)`", names):
             assert re.search(rf"^ *(?:def|class) {name}\b|^{name}\b", source, re.M), (target, name)
+
+
+@pytest.mark.parametrize("package", [*sorted(path.parent.name for path in PACKAGES), "runtime", "dsl"])
+def test_the_map_of_a_folder_names_its_modules(package: str) -> None:
+    folder = ROOT / "cute_kernels" / package
+    shown = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    modules = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+    assert modules <= set(re.findall(r"\w+\.py", shown))
 
 
 def _has_dsl() -> bool:

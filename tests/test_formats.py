@@ -47,6 +47,10 @@ def slots(*values: int) -> torch.Tensor:
         (formats.FP8_DS_MLA, 2, 1168, 1728),
         (formats.FP8_DS_MLA, 256, 149504, 149760),
         (formats.FP8_DS_MLA, 1, 584, 1152),
+        (formats.MXFP8_V41, 64, 33792, 33792),
+        (formats.MXFP8_V41, 3, 1584, 1584),
+        (formats.NVFP4_V41, 64, 18432, 18432),
+        (formats.NVFP4_V41, 3, 864, 864),
         (formats.PLAIN_BF16, 64, 65536, 65536),
         (formats.PLAIN_BF16, 1, 1024, 1024),
         (formats.PLAIN_FP8, 2, 1024, 1024),
@@ -80,7 +84,7 @@ def test_state_widths() -> None:
 def test_ids_are_unique_and_versioned() -> None:
     states = [formats.compressor_state(512, 4), formats.compressor_state(512, 128), formats.compressor_state(128, 4)]
     ids = [f.id for f in (*formats.FORMATS.values(), *states)]
-    assert len(set(ids)) == len(ids) == 9
+    assert len(set(ids)) == len(ids) == 11
     assert all(i.rsplit("/", 1)[1].isdigit() for i in ids)
     assert all(formats.FORMATS[i].id == i for i in formats.FORMATS)
 
@@ -298,6 +302,8 @@ def test_state_keeps_nan_payloads() -> None:
 ALL = [
     pytest.param(formats.FP8_DS_MLA, 64, id="mla64"),
     pytest.param(formats.FP8_DS_MLA, 2, id="mla2"),
+    pytest.param(formats.MXFP8_V41, 3, id="mxfp8_v41"),
+    pytest.param(formats.NVFP4_V41, 3, id="nvfp4_v41"),
     pytest.param(formats.PLAIN_BF16, 3, id="bf16"),
     pytest.param(formats.PLAIN_FP8, 3, id="fp8"),
     pytest.param(formats.INDEXER_FP8, 64, id="indexer_fp8"),
@@ -439,8 +445,141 @@ bf16_rows = st.lists(st.integers(0, 0xFFFF), min_size=128, max_size=128).map(
 )
 
 
+V41 = [formats.MXFP8_V41, formats.NVFP4_V41]
+
+
+def quantized_v41(x: np.ndarray, fmt: Any) -> np.ndarray:
+    """The record of one row, from the definitions: tables, exact quotients, and the scale of each block on its own."""
+    codes, scales = [], []
+    for part in x.reshape(-1, fmt.quant_block):
+        largest = np.max(np.abs(part))
+        if np.isnan(part).any():
+            code, scale = np.full(len(part), 0x7F if fmt is formats.MXFP8_V41 else 0), 0x7F
+            scale = 0xFF if fmt is formats.MXFP8_V41 else 0x7F
+        elif fmt is formats.MXFP8_V41:
+            scale = oracle.ue8m0_byte(largest, 448.0, 1e-4)
+            code = oracle.e4m3_encode(part / 2.0 ** (scale - 127))
+        else:
+            scale = int(oracle.e4m3_encode(np.clip(largest / 6, 2.0**-9, 448.0)))
+            code = oracle.e2m1_encode(part / oracle.E4M3[scale], "ties_to_even")
+        codes.append(code)
+        scales.append(scale)
+    flat = np.concatenate(codes)
+    data = flat if fmt is formats.MXFP8_V41 else flat[0::2] | flat[1::2] << 4
+    return np.concatenate([data, np.array(scales)]).astype(np.uint8)
+
+
+@pytest.mark.parametrize("fmt", V41, ids=lambda fmt: fmt.id)
+def test_v41_encode_matches_the_rules(fmt: Any) -> None:
+    rows = helpers.spread((40, 512), seed=8)
+    rows[1] = 0
+    rows[2, ::2] = -0.0
+    rows[3, 37] = math.nan
+    rows[4] = torch.randint(0, 0x7F80, (512,), generator=helpers.generator(2)).to(torch.int16).view(torch.bfloat16)
+    rows[5] = rows[5] * 2.0**-30
+    rows[6:] *= torch.exp2(torch.randint(-12, 9, (34, 1), generator=helpers.generator(3)).float()).bfloat16()
+    (records,) = fmt.encode(rows)
+    for row, record in zip(oracle.to_numpy(rows), records.numpy(), strict=True):
+        np.testing.assert_array_equal(record, quantized_v41(row, fmt))
+
+
+def test_nvfp4_v41_record_by_hand() -> None:
+    """Blocks of 16: zeros, ties, signs, saturation of the scale, a scale that is rounded, NaN."""
+    row = torch.zeros(512)
+    data, scale = [0] * 256, [0x01] * 32  # zeros: 2^-9
+
+    # absmax 6: scale 1 (0x38). Ties 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5 go to the even codes 0, 2, 2, 4, 4, 6, 6
+    row[16:25] = torch.tensor([6.0, 0.25, -0.75, 1.25, 1.75, 2.5, -3.5, 5.0, -0.0])
+    data[8:13] = [0x07, 0x2A, 0x44, 0x6E, 0x08]
+    scale[1] = 0x38
+
+    row[32:34] = torch.tensor([1e6, -2688.0])  # scale 448; 1e6 saturates at 6
+    data[16], scale[2] = 0xF7, 0x7E
+
+    # 7 / 6 = 1.1667: between 1.125 and 1.25, to 1.125 (0x39). 7 / 1.125 = 6.2: 6. -2.8125 = -2.5 * 1.125: a tie, to 2
+    row[48:50] = torch.tensor([7.0, -2.8125])
+    data[24], scale[3] = 0xC7, 0x39
+
+    row[64:66] = torch.tensor([math.nan, 3.0])  # no number in the block
+    scale[4] = 0x7F
+
+    row[80:82] = torch.tensor([0.0029296875, 2.0**-11])  # 1.5 * 2^-9; 2^-11 / 2^-9 = 0.25: a tie, to 0
+    data[40], scale[5] = 0x03, 0x01
+    (record,) = formats.NVFP4_V41.encode(row.bfloat16()[None])
+    assert record[0].tolist() == data + scale
+    back = formats.NVFP4_V41.decode(record)[0].float()
+    assert back[16:25].tolist() == [6.0, 0.0, -1.0, 1.0, 2.0, 2.0, -4.0, 4.0, -0.0]
+    assert back[32:34].tolist() == [2688.0, -2688.0]
+    assert back[48:50].tolist() == [6.75, -2.25]
+    assert back[64:80].isnan().all()
+    assert not back[96:].any()
+
+
+def test_mxfp8_v41_record_by_hand() -> None:
+    """Blocks of 32, rotated columns like all others."""
+    row = torch.zeros(512)
+    data, scale = [0] * 512, [105] * 16  # zeros: the floor 1e-4
+    row[32:34] = torch.tensor([450.0, 1.0])  # 2^1: 225 -> 224; 0.5
+    data[32:34], scale[1] = [0x76, 0x30], 128
+    row[64:66] = torch.tensor([math.nan, 2.0])
+    data[64:96], scale[2] = [0x7F] * 32, 255
+    row[480:482] = torch.tensor([448.0, -3.0])
+    data[480:482], scale[15] = [0x7E, 0xC4], 127
+    (record,) = formats.MXFP8_V41.encode(row.bfloat16()[None])
+    assert record[0].tolist() == data + scale
+    back = formats.MXFP8_V41.decode(record)[0].float()
+    assert back[32:34].tolist() == [448.0, 1.0]
+    assert back[64:96].isnan().all()
+    assert back[480:482].tolist() == [448.0, -3.0]
+
+
+def test_v41_records_decode_exactly() -> None:
+    """Every code under every scale is a bf16 number, as tables say."""
+    scales, codes = np.arange(0x7F), np.arange(16)
+    records = torch.zeros(len(scales), 288, dtype=torch.uint8)
+    records[:, :8] = torch.from_numpy(codes[0::2] | codes[1::2] << 4)
+    records[:, 256] = torch.from_numpy(scales)
+    values = np.concatenate([oracle.E2M1, -oracle.E2M1])[codes]
+    got = formats.NVFP4_V41.decode(records)[:, :16].double().numpy()
+    np.testing.assert_array_equal(got, oracle.E4M3[scales][:, None] * values)
+    scales, codes = np.arange(105, 247), np.arange(512) % 256
+    records = torch.zeros(len(scales), 528, dtype=torch.uint8)
+    records[:, :512], records[:, 512:] = torch.from_numpy(codes), torch.from_numpy(scales)[:, None]
+    got = formats.MXFP8_V41.decode(records).double().numpy()
+    np.testing.assert_array_equal(got, np.exp2(scales - 127.0)[:, None] * oracle.E4M3[codes])
+
+
+@pytest.mark.parametrize("fmt", [formats.FP8_DS_MLA, *V41, formats.PLAIN_BF16], ids=lambda fmt: fmt.id)
+def test_convert_keeps_what_the_format_holds(fmt: Any) -> None:
+    """Entries that nvfp4_v41/1 holds go through any other cache and back; those of less precise ones are rounded."""
+    rows = formats.NVFP4_V41.decode(*formats.NVFP4_V41.encode(helpers.spread((6, 512), seed=2)))
+    source = formats.NVFP4_V41.allocate(2, 4)
+    order, where = slots(7, 0, 3, 4, 5, 2), slots(1, -1, 0, 5, 2, 3)
+    formats.NVFP4_V41.write(source, 4, order, rows)
+    target = helpers.poisoned_pool(fmt, 3, 2)
+    before = fmt.clone(target)
+    formats.convert(source, formats.NVFP4_V41, target, fmt, order, where)
+    kept = where >= 0
+    fmt.write(before, 2, where, rows)
+    assert torch.equal(helpers.raw_bytes(fmt.clone(target)), helpers.raw_bytes(before))
+    if fmt is not formats.FP8_DS_MLA and fmt is not formats.MXFP8_V41:
+        again = formats.NVFP4_V41.allocate(2, 4)
+        formats.convert(target, fmt, again, formats.NVFP4_V41, where[kept], order[kept])
+        assert torch.equal(formats.NVFP4_V41.read(again, 4, order[kept]), rows[kept])
+    with pytest.raises(ValueError, match="convert: target_format: expected rows of 512 columns"):
+        formats.convert(source, formats.NVFP4_V41, target, formats.INDEXER_FP8, order)
+
+
+def test_a_record_of_another_format_is_refused() -> None:
+    c = Checker("op")
+    with pytest.raises(ValueError, match="k_cache"):
+        formats.MXFP8_V41.check(c, "k_cache", formats.FP8_DS_MLA.allocate(1, 2))
+    with pytest.raises(ValueError, match="kv_format"):
+        formats.get_format(c, "kv_format", formats.NVFP4_V41.id, formats.FP8_DS_MLA, formats.MXFP8_V41)
+
+
 @settings(deadline=None, max_examples=25)
-@given(bf16_rows, st.sampled_from([formats.FP8_DS_MLA, formats.INDEXER_FP8, formats.INDEXER_MXFP4]))
+@given(bf16_rows, st.sampled_from([formats.FP8_DS_MLA, formats.MXFP8_V41, formats.INDEXER_FP8, formats.INDEXER_MXFP4]))
 def test_decoded_values_encode_to_themselves(bits: torch.Tensor, fmt: Any) -> None:
     """Any bf16 pattern: what a cache gives back is stored and read again without a change."""
     row = bits.repeat(fmt.dim // 128).unsqueeze(0)

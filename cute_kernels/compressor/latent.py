@@ -149,7 +149,11 @@ class LatentKernel:
         # of a chunk that goes round the ring: the row that overwrites what the request's first row reads
         turns = cutlass.max(last - first, Int32(0)) // rows.ring
         late = first - 1 + turns * rows.ring.divisor
-        keeps_own = keeps & ((turns == 0) | (row != late))
+        reader = owner
+        if (turns > 0) & (row == late):
+            reader = ptx.load_global_s32_in_order(rows.owners + Int64(first) * 4)
+        is_read = (turns > 0) & (row == late) & (reader >= 0) & (reader < rows.requests)
+        keeps_own = keeps & (not is_read)
         page, number = divmod(Int32(slot if is_there else Int64(0)), rows.ring)
         ring = rows.state + Int64(page) * rows.page_stride + Int64(cute.arch.lane_idx() * 16)
         if closes | keeps_own:
@@ -163,7 +167,8 @@ class LatentKernel:
         if (row == first) & is_owned & (turns > 0):
             slot = ptx.load_global_s64_in_order(rows.slots + Int64(late) * 8)
             position = ptx.load_global_s64_in_order(rows.positions + Int64(late) * 8)
-            is_there = self.is_slot(rows, slot) & (position >= 0)
+            of_late = ptx.load_global_s32_in_order(rows.owners + Int64(late) * 4)
+            is_there = self.is_slot(rows, slot) & (position >= 0) & (of_late >= 0) & (of_late < rows.requests)
             page, number = divmod(Int32(slot if is_there else Int64(0)), rows.ring)
             ring = rows.state + Int64(page) * rows.page_stride + Int64(cute.arch.lane_idx() * 16)
             words = self.load_row(self.row_address(rows, late))

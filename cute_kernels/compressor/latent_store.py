@@ -2,8 +2,10 @@
 """Kernel of rope_quant_insert and k_norm_rope_store: a warp takes a row.
 
     columns of a lane      128 * i + 4 * lane .. + 3, i = 0 to 3 of an entry, 0 of an index key
+    of V4.1's own records  8 * lane .. + 7 and 256 + 8 * lane .. + 7
 
-That is how the compressor's epilogue has them (epilogue.py), which quantizes and stores. Keys are normed first.
+That is how the compressor's epilogue has them (epilogue.py), or record.py, which quantize and store. Keys are normed
+first.
 """
 
 from __future__ import annotations
@@ -23,7 +25,17 @@ from cute_kernels.compressor import epilogue
 from cute_kernels.compressor.call import KeyStoreCall, RopeInsertCall
 from cute_kernels.dsl import convert, ptx, reduce, transforms
 from cute_kernels.dsl.tensor import address, length
-from cute_kernels.formats import FORMATS, FP8_DS_MLA, INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4, ROPE_DIM
+from cute_kernels.formats import (
+    FORMATS,
+    FP8_DS_MLA,
+    INDEX_DIM,
+    INDEXER_FP8,
+    INDEXER_MXFP4,
+    MXFP8_V41,
+    NVFP4_V41,
+    ROPE_DIM,
+)
+from cute_kernels.kv_cache import record
 from cute_kernels.models import ModelConfig, latent_ratios
 from cute_kernels.numerics import E2M1_FLOOR
 from cute_kernels.runtime.arch import arch_number, arch_of
@@ -36,6 +48,8 @@ WARPS = 4
 
 VECTOR = 128
 """Columns that a warp has at once."""
+
+V41 = (MXFP8_V41.id, NVFP4_V41.id)
 
 
 class Rows(NamedTuple):
@@ -55,9 +69,13 @@ class LatentStoreKernel:
 
     def __init__(self, key: LatentStoreKey) -> None:
         fmt = FORMATS[key.kv_format]
+        self.arch, self.kv_format = key.arch, key.kv_format
+        self.is_v41 = key.kv_format in V41
         self.vectors = fmt.dim // VECTOR
         self.is_key = fmt.dim == INDEX_DIM
-        self.store = epilogue.EntryStore(key.kv_format, False, "ties_to_even", False, key.arch, E2M1_FLOOR)
+        self.store: Any = None
+        if not self.is_v41:
+            self.store = epilogue.EntryStore(key.kv_format, False, "ties_to_even", False, key.arch, E2M1_FLOOR)
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
         op = "k_norm_rope_store" if self.is_key else "rope_quant_insert"
         self.name = f"{op}_{key.kv_format.split('/')[0]}"
@@ -106,21 +124,53 @@ class LatentStoreKernel:
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        source = rows.rows + row * rows.stride + Int64(lane * 8)
-        words = [ptx.load_global_64_in_order(source + i * (2 * VECTOR)) for i in range(self.vectors)]
+        source = rows.rows + row * rows.stride
+        words = self.load(source, lane)
         slot = ptx.load_global_s64_in_order(rows.slots + row * 8)
         position = ptx.load_global_s64_in_order(rows.positions + row * 8)
         rest = Int64(rows.rest)
         acts = (number < rows.total) & (position >= 0) & (position & rest == rest)
         slot = slot if acts else Int64(-1)
-        cos, sin = self.load_angles(cache, position - rest, lane)
-        if const_expr(self.is_key):
-            words[0] = self.norm(cache, words[0], lane)
-        for i in range_constexpr(self.vectors):
-            low, high = words[i]
-            if const_expr(i == self.vectors - 1):
-                low, high = self.rotate(words[i], cos, sin, lane)
-            self.store.write(cache, i * VECTOR + column, low, high, slot)
+        if const_expr(self.is_v41):
+            self.write_v41(cache, words, slot, position - rest, lane)
+        else:
+            cos, sin = self.load_angles(cache, position - rest, lane)
+            if const_expr(self.is_key):
+                words[0] = self.norm(cache, words[0], lane)
+            for i in range_constexpr(self.vectors):
+                low, high = words[i]
+                if const_expr(i == self.vectors - 1):
+                    low, high = self.rotate(words[i], cos, sin, lane)
+                self.store.write(cache, i * VECTOR + column, low, high, slot)
+
+    def load(self, source: Any, lane: Any) -> list[Any]:
+        """A lane's words of the row at that address, by vectors or by halves."""
+        if self.is_v41:
+            halves = (0, record.HALF_ROW)
+            return [ptx.load_global_128_in_order(source + Int64(lane * 16) + half) for half in halves]
+        source += Int64(lane * 8)
+        return [ptx.load_global_64_in_order(source + i * (2 * VECTOR)) for i in range(self.vectors)]
+
+    @cute.jit
+    def write_v41(self, cache: epilogue.Cache, words: Any, slot: Any, position: Any, lane: Any) -> None:
+        """Rotate a lane's second half, if it has rotated columns, quantize both and store them at `slot`."""
+        row = cache.table + transforms.table_row(position, cache.table_rows) * cache.table_stride
+        row += Int64(lane % 8 * 16)
+        angles = [
+            ptx.load_global_64_again(row + half + part) for half in (0, transforms.HALF_TABLE_BYTES) for part in (0, 8)
+        ]
+        cos, sin = (*angles[0], *angles[1]), (*angles[2], *angles[3])
+        is_rope = lane >= record.ROPE_LANE
+        turned = []
+        for i in range_constexpr(4):
+            even, odd = convert.bf16_low(words[1][i]), convert.bf16_high(words[1][i])
+            pair = transforms.rotate_pair(even, odd, cos[i].bitcast(Float32), sin[i].bitcast(Float32))
+            turned.append(ptx.bf16x2(*pair) if is_rope else words[1][i])
+        is_inside = (slot >= 0) & (slot < Int64(cache.capacity))
+        page, inside = divmod(Int32(slot if is_inside else Int64(0)), cache.divisor)
+        target = cache.pool + Int64(page) * cache.page_stride
+        target += Int64(inside) * FORMATS[self.kv_format].row_elements
+        record.store_v41(lane, target, (*words[0], *turned), is_inside, self.kv_format, self.arch)
 
     def load_angles(self, cache: epilogue.Cache, position: Any, lane: Any) -> tuple[Any, Any]:
         """Cosines and sines of a lane's last two pairs; lanes whose columns are not rotated read the first ones."""
@@ -193,9 +243,10 @@ def why_not_store(call: KeyStoreCall) -> str:
 
 
 def _why_not(call: RopeInsertCall | KeyStoreCall, rows: Any, name: str, weight: Any) -> str:
-    if rows.data_ptr() % 8 or (rows.shape[0] > 1 and rows.stride(0) % 4):
+    least = 16 if call.kv_format in V41 else 8
+    if rows.data_ptr() % least or (rows.shape[0] > 1 and rows.stride(0) % (least // 2)):
         return (
-            f"rows of {name} must be 8-byte aligned, got address {rows.data_ptr():#x} and strides "
+            f"rows of {name} must be {least}-byte aligned, got address {rows.data_ptr():#x} and strides "
             f"{tuple(rows.stride())}"
         )
     return epilogue.why_not(call.kv_cache, call.cos_sin_cache, weight, call.kv_format)

@@ -10,7 +10,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_kernels.dsl import ptx
+from cute_kernels.dsl import ptx, reduce
+from cute_kernels.numerics import E4M3_LEAST, E4M3_MAX
 from cute_kernels.runtime.arch import arch_number
 
 FP32_MAX = 3.4028234663852886e38
@@ -62,6 +63,13 @@ def bf16_pairs_of_e4m3x4(codes: Any) -> tuple[Any, Any]:
     return first, second
 
 
+@cute.jit
+def bf16x2_of_e4m3(code: Any) -> Any:
+    """One e4m3 code in both halves of a word, as bf16, exact; NaN stays NaN."""
+    pair = ptx.multiply_bf16x2(((code & 0x80) << 8 | (code & 0x7F) << 4) * 0x00010001, ptx.again(AS_BF16))
+    return Int32(0x7FC07FC0) if code & 0x7F == 0x7F else pair
+
+
 def bf16_words(values: Any) -> list[Any]:
     """fp32 values as bf16 pairs, each rounded to nearest even: the inverse of bf16_floats."""
     return [ptx.bf16x2(values[i], values[i + 1]) for i in range(0, len(values), 2)]
@@ -82,6 +90,15 @@ def absmax_bf16x2(*pairs: Any) -> Any:
     largest = pairs[0] & 0x7FFF7FFF
     for pair in pairs[1:]:
         largest = ptx.max_bf16x2(largest, pair & 0x7FFF7FFF)
+    return largest
+
+
+def magnitude_or_nan(words: Any, lanes: int) -> Any:
+    """Largest magnitude among the bf16 numbers of some words, a power of two of them, of neighbouring lanes, as bits of
+    a bf16; all lanes must call. As integers NaNs are larger than all numbers, which end with 0x7F80."""
+    largest = reduce.pairwise([(word >> shift) & 0x7FFF for word in words for shift in (0, 16)], cutlass.max)
+    for step in range(lanes.bit_length() - 1):
+        largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, 1 << step))
     return largest
 
 
@@ -220,6 +237,23 @@ def _e2m1_by_instruction(words: Any, factor: Any, rounding: str) -> Any:
     return codes & (((codes & 0x77777777) + 0x77777777) | 0x77777777)
 
 
+def nvfp4_scale(absmax: Any) -> tuple[Any, Any]:
+    """e4m3 code of an NVFP4 block's scale, absmax / 6 from 2^-9 to 448, and the reciprocal of that scale.
+
+    x times the reciprocal, x a bf16, gives e2m1_from_bf16s the codes of the exact quotient: eight bits over four bits
+    are on a boundary between two codes or 2^-8 of it away, the product is at most 2^-23 off, and f16, which comes
+    first, puts it back on a boundary it was on.
+    """
+    bounded = ptx.min_f32(ptx.max_f32(ptx.mul_rn(absmax, Float32(1.0 / 6.0)), Float32(E4M3_LEAST)), Float32(E4M3_MAX))
+    code = ptx.e4m3x4(bounded, bounded, bounded, bounded) & 0xFF
+    if ptx.compiled_for() < ptx.E4M3_ARCH:
+        (value, _), _ = (ptx.floats_of_f16x2(pair) for pair in f16x2_of_e4m3x4_by_bits(code))
+        value = value * Float32(256.0)
+    else:
+        value, _, _, _ = ptx.floats_of_e4m3x4(code)
+    return code, ptx.reciprocal_rn(value)
+
+
 E2M1_IN_E4M3 = tuple(
     tuple(_e4m3_code(value * 2.0**exponent) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
     for exponent in range(6, -9, -1)
@@ -294,6 +328,12 @@ def bf16x2_of_e2m1x8(word: Any) -> list[Any]:
     codes = [word << 12, word << 8, word << 4, word]
     magnitudes = [word << 6, word << 2, word >> 2, word >> 6]
     return [(c & SIGNS) | (m & 0x01C001C0) for c, m in zip(codes, magnitudes, strict=True)]
+
+
+def bf16_pairs_of_e2m1(word: Any) -> list[Any]:
+    """Eight e2m1 codes as bf16 pairs in their order, times 2^-126, as bf16x2_of_e2m1x8 has them in another one."""
+    # code 2 i comes to the top of byte i, where code 2 i + 1 is
+    return [ptx.bf16x2_of_nibbles(word << 4, word, i) for i in range(4)]
 
 
 LARGEST_SINGLE_E2M1_SCALE = 130

@@ -321,7 +321,7 @@ def select_candidate_blocks(call: SelectBlocksCall) -> None:
     lengths = call.seq_lens.reshape(-1).long().clamp(min=0, max=call.logits.shape[1])
     for rows in torch.arange(lengths.shape[0], device=lengths.device).split(_rows_at_once(call.logits.shape[1])):
         counts = blocks_of(lengths[rows])
-        width = int(counts.max())
+        width = int(counts.max()) if len(rows) else 0
         scores = call.logits[rows, : CANDIDATE_BLOCK * width]
         scores = torch.nn.functional.pad(scores, (0, CANDIDATE_BLOCK * width - scores.shape[1]))
         column = torch.arange(scores.shape[1], device=scores.device)

@@ -2,22 +2,29 @@
 """Kernel of top_k_per_row_prefill and top_k_per_row_decode: a CTA, or a cluster of CTAs, picks the best of a row.
 
 A row of at most k columns has all of them written, without a look at its scores. The picks come in ascending order,
-whatever the shape of the CTA, so a row's result is the same bits in every call. Of a longer row:
+whatever the shape of the CTA, so a row's result is the same bits in every call. Scores are compared by `order`, a sort
+key of 32 bits (`descending_order`): the smaller, the better; NaN last. A longer row goes through these phases:
 
-1. A bound leaves little more than k candidates. Every warp has columns from all over the row, so clusters of good
-   columns do not matter.
-   Of a row that a CTA takes in tiles: what probably a few more than k scores reach, guessed by the first tile. So the
-   row is read once. If the guess was wrong, because fewer than k scores reach it or more than there is room for, and
-   of other rows: a warp finds the best of some groups of its elements, and a score that its share of k of these reach,
-   or a few more. The worst of these scores is reached by at least k elements.
-2. Warps list their candidates. A histogram of them, between the bound and the best element, leaves those that share the
-   k-th one's bin. While these are too many, they get a histogram of their own, 512 times as fine.
-3. They are ranked by score and place; or, if they are many with the same score, they are picked by place.
+    threshold    a bound that at least k elements reach, and little more than k: "candidates"      bound_of_*
+      |  sync    all warps' bounds become one
+    filter       each warp lists its candidates: (order, place)                                     list_tiles, collect
+      |  sync
+    select       radix: a histogram of the candidates finds the bin of the k-th best; while that    count, find
+      |  sync    holds more than RANKED elements, it gets a histogram 512 times as fine
+    rank         the bin's elements are compared with each other; better ones are bits of `picks`   pick, rank
+      |  sync
+    write        bits become columns, ascending, warp by warp by prefix sums                        write
 
-A warp with more candidates than its list holds goes through all of its columns again instead.
+* Threshold of a row that a CTA takes in tiles: what the first tile says a few more than k scores reach, so that the row
+  is read once. Fewer than k reach it, or more than there is room for: as of other rows, whose warps each find a score
+  that their share of k of the best of groups of their elements reach, or a few more. The worst of the warps' scores is
+  reached by at least k elements. Every warp has columns from all over the row, so runs of good columns do not matter.
+* A warp with more candidates than its list holds goes through all of its columns again instead.
+* Rank: equal scores are told apart by place. If more than RANKED have the k-th best score, the first places are picked.
+* Syncs are of the CTA or, where it is shared, of the cluster; histograms are then summed over its CTAs.
 
 Nothing here depends on the order in which threads come: histograms and lists are sums and sets, and the picks are
-written by column. Scores are compared as `descending_order` numbers: the smaller, the better; NaN last.
+written by column.
 
 Decode rows may have slots of the compressed cache written in place of columns: each pick's page comes from the
 request's row of a block table. A warp lists its picks in shared memory first, so that all their pages are under way at
@@ -28,7 +35,7 @@ A CTA takes neighbouring columns, in tiles, one after the other:
     chunk       128 neighbouring columns, which a warp loads at once, four a lane
     tile        V chunks of each of W warps, held in registers. Of T tiles warp w has chunks (v W + w) T + t in tile t:
                 every tile has columns from all over the row, and so has every warp
-    place       of a column in its CTA, from the last 16-byte boundary before the row's range on
+    place       a column's offset in its CTA, from the last 16-byte boundary before the row's range on
     picks       bit p % 32 of word p // 32 for place p: whether it is one of the k best
 """
 

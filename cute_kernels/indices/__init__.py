@@ -12,4 +12,5 @@ combine.py             kernel: picks and windows of gathered rows
 mixed.py               kernel: rows over two plain caches
 c128a.py               kernel: entries of layers of ratio 128
 step_metadata.py       kernel: all that the layers of a step share
+verify_cases.py        calls that the kernels are verified with
 """

@@ -10,4 +10,5 @@ query_norm.py          the order in which the squares of a query's head are summ
 insert.py, gather.py   kernels: rows inserted and gathered
 pack.py                kernels: records packed and unpacked, byte for byte
 record.py              fp8_ds_mla rows as a warp holds them
+verify_cases.py        calls that the kernels are verified with
 """

@@ -12,8 +12,8 @@ neighbours the same entries, so those go through L1 and a multiprocessor asks fo
 same L2 slice, a call of 4224 rows took 0.4 us longer. Without gather_lens both are under way at once, which loads in
 order keep so (perf/log/kv_cache.md).
 
-GatherBulkKernel, for calls of many rows where their pages allow it: bulk copies bring four neighbouring rows of a page
-at a time.
+GatherBulkKernel, for calls of many rows of fp8_ds_mla where their pages allow it: bulk copies bring four neighbouring
+rows of a page at a time.
 
     a stage, in shared memory      4 x 576 bytes of data | 4 x 8 scale bytes
     a warp                         two stages, each with an mbarrier; warps have nothing to do with one another
@@ -44,7 +44,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, NOPE_DIM
+from cute_kernels.formats import FORMATS, FP8_DS_MLA, HEAD_DIM, NOPE_DIM, NVFP4_V41
 from cute_kernels.kv_cache import record
 from cute_kernels.kv_cache.call import GatherCall
 from cute_kernels.models import ModelConfig
@@ -84,11 +84,14 @@ class GatherKernel:
 
     def __init__(self, key: GatherKey) -> None:
         self.arch = key.arch
+        self.kv_format = key.kv_format
         self.gathered = key.gathered
         self.warps = key.warps
         self.rows = key.rows
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
         self.name = f"dequantize_and_gather_k_cache_w{key.warps}r{key.rows}" + ("_gathered" if key.gathered else "")
+        if key.kv_format != FP8_DS_MLA.id:
+            self.name += f"_{key.kv_format.split('_')[0]}"
 
     @cute.jit
     def __call__(
@@ -182,26 +185,42 @@ class GatherKernel:
                 _, row = divmod(cutlass.max(first + start + i, 0), page_rows)
                 # a row that has no page reads page 0 and stores zeros
                 base = Int64(cutlass.max(row_page, 0)) * page_stride
-                data = pool + base + Int64(row) * FP8_DS_MLA.data_bytes
-                scale = scales + base + Int64(row) * FP8_DS_MLA.scale_bytes
-                codes = ptx.load_global_64_in_order(data + Int64(lane * 8))
-                second = ptx.load_global_64_in_order(data + second_offset)
-                third = ptx.load_global_64_in_order(data + third_offset if is_rope else scale)
-                rows.append((row_page, codes, second, third))
+                pieces = second_offset, third_offset, is_rope
+                rows.append((row_page, self.load_row(pool + base, scales + base, row, lane, pieces)))
             position += step
             entry = self.load_entry(ptx.load_global_s32_in_order, position, table, width, page_rows)
 
             for i in range_constexpr(self.rows):
-                row_page, codes, second, third = rows[i]
-                rope = record.rope_words(lane, second, third)
-                # lanes with rope have no scales: they need those of block 3 for their first columns
-                low = cute.arch.shuffle_sync(third[0], lane % record.ROPE_LANE)
+                row_page, loaded = rows[i]
                 row_target = target + Int64(start + i) * out_row
                 is_wanted = start + i < count
-                has_page = is_wanted and row_page >= 0
-                record.store_decoded(row_target, lane, codes, second, rope, (low, third[1]), has_page, self.arch)
+                self.store_row(row_target, lane, loaded, is_wanted and row_page >= 0)
                 record.store_zeros(row_target, lane, is_wanted and row_page < 0)
             start += step
+
+    def load_row(self, page: Any, scales: Any, row: Any, lane: Any, pieces: Any) -> Any:
+        """Load a lane's share of a row of the page at that address. scales: of the page, fp8_ds_mla; pieces: where the
+        lane's second and third one are there, and whether they are rope."""
+        if self.kv_format != FP8_DS_MLA.id:
+            return record.load_v41(page + Int64(row) * FORMATS[self.kv_format].row_elements, lane, self.kv_format)
+        second_offset, third_offset, is_rope = pieces
+        data = page + Int64(row) * FP8_DS_MLA.data_bytes
+        scale = scales + Int64(row) * FP8_DS_MLA.scale_bytes
+        codes = ptx.load_global_64_in_order(data + Int64(lane * 8))
+        second = ptx.load_global_64_in_order(data + second_offset)
+        third = ptx.load_global_64_in_order(cutlass.select_(is_rope, data + third_offset, scale))
+        return codes, second, third
+
+    def store_row(self, target: Any, lane: Any, loaded: Any, predicate: Any) -> None:
+        """Store a lane's columns of what load_row has loaded, as bf16."""
+        if self.kv_format != FP8_DS_MLA.id:
+            record.store_decoded_v41(target, lane, loaded, predicate, self.kv_format, self.arch)
+            return
+        codes, second, third = loaded
+        rope = record.rope_words(lane, second, third)
+        # lanes with rope have no scales: they need those of block 3 for their first columns
+        low = cute.arch.shuffle_sync(third[0], lane % record.ROPE_LANE)
+        record.store_decoded(target, lane, codes, second, rope, (low, third[1]), predicate, self.arch)
 
     def load_entry(self, load: Any, position: Any, table: Any, width: Any, page_rows: Any) -> Any:
         """Block table entry of a row of the request, or of the nearest column if the table has none for it."""
@@ -426,6 +445,8 @@ class GatherKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
+        if self.kv_format == NVFP4_V41.id:
+            return ("st.global.128",)
         return "ld.global.64", *convert.e4m3_instructions(self.arch), "st.global.128"
 
     @property
@@ -569,7 +590,9 @@ def launch(call: GatherCall) -> None:
     rows = min(room, width * call.block_size)
     device_index = call.out.device.index
     gathered = call.gather_lens is not None
-    is_bulk = wants_bulk(arch_of(device_index), call.k_cache, call.block_size, gathered, requests * rows)
+    is_bulk = call.kv_format == FP8_DS_MLA.id and wants_bulk(
+        arch_of(device_index), call.k_cache, call.block_size, gathered, requests * rows
+    )
     key = _key(device_index, call.kv_format, gathered, is_bulk)
     launch_key(
         key,

@@ -106,10 +106,13 @@ def quantize_and_insert_k_cache(
     _insert(InsertCall(k, k_cache, slot_mapping, block_size, kv_format))
 
 
+GATHERED = (formats.FP8_DS_MLA, formats.MXFP8_V41, formats.NVFP4_V41)
+
+
 def _check_gather(call: GatherCall) -> None:
     c = Checker("dequantize_and_gather_k_cache")
     c.tensor("out", call.out, torch.bfloat16, (None, None, formats.HEAD_DIM))
-    fmt = formats.get_format(c, "kv_format", call.kv_format, formats.FP8_DS_MLA)
+    fmt = formats.get_format(c, "kv_format", call.kv_format, *GATHERED)
     c.require(call.block_size > 0, "block_size", "a positive number", call.block_size)
     fmt.check(c, "k_cache", call.k_cache, call.block_size)
     c.tensor("seq_lens", call.seq_lens, torch.int32, ("R",))
@@ -127,7 +130,8 @@ def _check_gather(call: GatherCall) -> None:
 def _cost_gather(call: GatherCall) -> Cost:
     lens = call.seq_lens if call.gather_lens is None else torch.minimum(call.gather_lens, call.seq_lens)
     rows = int(lens.clamp(0, max(call.out.shape[1] - call.offset, 0)).sum())
-    return Cost(bytes=rows * (584 + formats.HEAD_DIM * 2) + nbytes(call.seq_lens, call.gather_lens))
+    record = formats.FORMATS[call.kv_format].record_bytes
+    return Cost(bytes=rows * (record + formats.HEAD_DIM * 2) + nbytes(call.seq_lens, call.gather_lens))
 
 
 def _validate_gather(call: GatherCall) -> None:
@@ -171,7 +175,7 @@ def dequantize_and_gather_k_cache(
     *,
     kv_format: str = formats.FP8_DS_MLA.id,
 ) -> None:
-    """Copy the last rows of each request out of a paged fp8_ds_mla cache, as bf16.
+    """Copy the last rows of each request out of a paged cache, as bf16.
 
     out[r, offset + i] = row seq_lens[r] - len + i of request r, for i < len = min(gather_lens[r], seq_lens[r]). Row p
     of a request lies in page block_table[r, p // block_size], row p % block_size. A row whose page the block table
@@ -179,15 +183,16 @@ def dequantize_and_gather_k_cache(
     its end are skipped.
 
     out           bf16 [R', M, 512], R' >= R, any strides with a dense last dimension; mutated
-    k_cache       uint8 [num_blocks, block_size, 584] or [num_blocks, bytes]
+    k_cache       uint8 [num_blocks, block_size, bytes of a record], or of fp8_ds_mla/1 [num_blocks, bytes]
     seq_lens      int32 [R], rows in the cache per request; values <= 0 gather nothing
     gather_lens   int32 [R] or None (all): how many of them, counted from the end; more than seq_lens[r] means all
     block_table   int32 [R, width], row-strided; only the columns of the rows that are copied are looked at
     block_size    rows per page
     offset        first row of `out` that is written
+    kv_format     record format id: fp8_ds_mla/1, mxfp8_v41/1 or nvfp4_v41/1
 
-    The values are exact: e4m3 times a power of two fits bf16. Code 0x7F or 0xFF gives NaN. Raises ValueError or
-    TypeError on arguments that do not fit.
+    The values are exact: all products of a code and its scale fit bf16. Code 0x7F or 0xFF of e4m3 gives NaN. Raises
+    ValueError or TypeError on arguments that do not fit.
     """
     _gather(GatherCall(out, k_cache, seq_lens, gather_lens, block_table, block_size, offset, kv_format))
 
@@ -331,9 +336,8 @@ def _check_rows(c: Checker, call: QuantInsertCall | Bf16InsertCall | Fp8InsertCa
 def _check_quant_insert(call: QuantInsertCall) -> None:
     c = Checker(_QUANT_INSERT)
     _check_rows(c, call)
-    formats.get_format(c, "kv_format", call.kv_format, formats.FP8_DS_MLA).check(
-        c, "k_cache", call.k_cache, call.block_size
-    )
+    fmt = formats.get_format(c, "kv_format", call.kv_format, formats.FP8_DS_MLA, formats.MXFP8_V41)
+    fmt.check(c, "k_cache", call.k_cache, call.block_size)
 
 
 def _check_bf16_insert(call: Bf16InsertCall) -> None:
@@ -365,7 +369,7 @@ def _cost(q: torch.Tensor, slot_mapping: torch.Tensor, q_out_size: int, record_b
 
 
 def _cost_quant_insert(call: QuantInsertCall) -> Cost:
-    return _cost(call.q, call.slot_mapping, 2, formats.FP8_DS_MLA.row_elements)
+    return _cost(call.q, call.slot_mapping, 2, formats.FORMATS[call.kv_format].record_bytes)
 
 
 def _cost_bf16_insert(call: Bf16InsertCall) -> Cost:
@@ -462,16 +466,17 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     kv_format: str = formats.FP8_DS_MLA.id,
     use_pdl: bool = False,
 ) -> None:
-    """Normalize and rotate q in place; rotate kv and store it in a paged fp8_ds_mla cache.
+    """Normalize and rotate q in place; rotate kv and store it in a paged fp8_ds_mla or mxfp8_v41 cache.
 
     Queries: every head of every row becomes x * rsqrt(mean(x^2) + eps), without a weight, then its last 64 columns are
     rotated; fp32 throughout, rounded to bf16 once. KV: the last 64 columns are rotated in fp32, the row is rounded to
-    bf16 and stored exactly as quantize_and_insert_k_cache does. The rotation is two rounded products and a rounded sum
-    (numerics.rotate), so every byte of the cache is defined.
+    bf16 and stored exactly as quantize_and_insert_k_cache does, or as a record of mxfp8_v41/1. The rotation is two
+    rounded products and a rounded sum (numerics.rotate), so every byte of the cache is defined.
 
     q               bf16 [N, H, 512], any H, strided with a dense last dimension; mutated
     kv              bf16 [N, 512], already normalized, rows of any stride
-    k_cache         uint8 [num_blocks, block_size, 584] or [num_blocks, bytes], page stride = stride(0); mutated
+    k_cache         uint8 [num_blocks, block_size, bytes of a record], or of fp8_ds_mla/1 [num_blocks, bytes], page
+                    stride = stride(0); mutated
     slot_mapping    int64 [T'], T' <= N: row t < T' of kv goes to slot_mapping[t] = page * block_size + row. Rows from
                     T' on are padding: their q is processed, their kv is not. Slots outside the cache, negative ones
                     included, are skipped; those inside it must be distinct
@@ -480,7 +485,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     eps             added to the mean square
     block_size      rows per page
     apply_q_norm    False: q is only rotated
-    kv_format       record format id
+    kv_format       record format id: fp8_ds_mla/1, or V4.1's mxfp8_v41/1
     use_pdl         start while the kernel before on the stream still runs (programmatic dependent launch), and wait for
                     it before q, kv and the cache are touched. slot_mapping, positions and cos_sin_cache are constants:
                     they may be read before that, and what writes them must have ended before the kernel before starts

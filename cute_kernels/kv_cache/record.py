@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8_ds_mla rows as a warp holds them: pieces of a record, from bf16 rows to records and back.
+"""fp8_ds_mla rows as a warp holds them: pieces of a record, from bf16 rows to records and back; V4.1's own records.
 
 A lane has two runs of eight columns, and so 16 bytes of bf16 in each half of a 1024-byte row:
 
@@ -24,14 +24,14 @@ the maxima of two blocks. Lane 0 collects the eight scale bytes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import convert, ptx
-from cute_kernels.formats import FP8_DS_MLA, NOPE_DIM
+from cute_kernels.formats import FORMATS, FP8_DS_MLA, MXFP8_V41, NOPE_DIM, NVFP4_V41
 from cute_kernels.numerics import CACHE_FLOOR, E4M3_MAX
 
 ROPE_LANE = 24
@@ -42,6 +42,10 @@ HALF_CODES = 256
 
 HALF_ROW = 512
 """Bytes from a lane's first run of bf16 columns to its second."""
+
+
+E2M1_AS_BF16 = (127 + 126) * 0x00800080
+"""2^126 in both halves of a word, as bf16."""
 
 
 # ---- pieces
@@ -216,3 +220,79 @@ def _choose(condition: Any, a: Any, b: Any) -> Any:
         a[2] if condition else b[2],
         a[3] if condition else b[3],
     )
+
+
+# ---- V4.1's own records: every lane has both runs of columns in codes, and a scale for each
+
+
+class LoadedRow(NamedTuple):
+    """What a lane has loaded of a record: words of codes and one with the scale among its bytes, of both runs."""
+
+    codes: Any
+    codes_second: Any
+    scales: Any
+    scales_second: Any
+
+
+def load_v41(record: Any, lane: Any, kv_format: str) -> LoadedRow:
+    """Load a lane's share of the record at that address."""
+    scales = record + FORMATS[kv_format].data_bytes
+    codes: list[Any]
+    if kv_format == MXFP8_V41.id:
+        codes = [ptx.load_global_64_in_order(record + Int64(lane * 8) + first) for first in (0, HALF_CODES)]
+        first_scale, half_scales = lane // 16 * 4, MXFP8_V41.scale_bytes // 2
+    else:
+        codes = [(ptx.load_global_s32_in_order(record + Int64(lane * 4) + first),) for first in (0, HALF_CODES // 2)]
+        first_scale, half_scales = lane // 8 * 4, NVFP4_V41.scale_bytes // 2
+    words = [ptx.load_global_s32_in_order(scales + Int64(first_scale) + first) for first in (0, half_scales)]
+    return LoadedRow(*codes, *words)
+
+
+@cute.jit
+def store_decoded_v41(
+    target: Any, lane: Any, row: LoadedRow, predicate: Any, kv_format: cutlass.Constexpr, arch: cutlass.Constexpr
+) -> None:
+    """As store_decoded, of what load_v41 has loaded."""
+    lanes = const_expr(FORMATS[kv_format].quant_block // 8)
+    shift = lane // lanes % 4 * 8
+    start = target + Int64(lane * 16)
+    for half in range_constexpr(2):
+        byte = (row[2 + half] >> shift) & 0xFF
+        if const_expr(kv_format == MXFP8_V41.id):
+            words = _values(row[half], convert.ue8m0_value(byte), arch)
+        else:
+            scale = convert.bf16x2_of_e4m3(byte)
+            pairs = [
+                ptx.multiply_bf16x2(pair, ptx.again(E2M1_AS_BF16)) for pair in convert.bf16_pairs_of_e2m1(*row[half])
+            ]
+            words = [ptx.multiply_bf16x2(pair, scale) for pair in pairs]
+        ptx.store_global_128(start + half * HALF_ROW, words, predicate)
+
+
+@cute.jit
+def store_v41(
+    lane: Any, record: Any, words: Any, predicate: Any, kv_format: cutlass.Constexpr, arch: cutlass.Constexpr
+) -> None:
+    """Quantize a lane's columns and store them in the record at that address, where predicate holds. All lanes of the
+    warp must call. words: four of each half"""
+    fmt = const_expr(FORMATS[kv_format])
+    lanes = const_expr(fmt.quant_block // 8)
+    for half in range_constexpr(2):
+        own = words[4 * half : 4 * half + 4]
+        largest = convert.magnitude_or_nan(own, lanes)
+        is_nan, absmax = largest > 0x7F80, (largest << 16).bitcast(Float32)
+        codes_at = record + Int64(half * (fmt.data_bytes // 2))
+        if const_expr(kv_format == MXFP8_V41.id):
+            scale = convert.ue8m0_from_absmax(absmax, E4M3_MAX, CACHE_FLOOR)
+            low, high = _codes(own, scale, arch)
+            low, high = (Int32(0x7F7F7F7F) if is_nan else low), (Int32(0x7F7F7F7F) if is_nan else high)
+            scale = Int32(0xFF) if is_nan else scale
+            ptx.store_global_64(codes_at + Int64(lane * 8), low, high, predicate)
+        else:
+            scale, factor = convert.nvfp4_scale(absmax)
+            # of quotients, by way of their f16, see convert.nvfp4_scale: not by Blackwell's instruction
+            codes = convert.e2m1_from_bf16s(own, factor, "ties_to_even")
+            scale = Int32(0x7F) if is_nan else scale
+            ptx.store_global_s32(codes_at + Int64(lane * 4), Int32(0) if is_nan else codes, predicate)
+        scale_at = record + Int64(fmt.data_bytes + half * (fmt.scale_bytes // 2) + lane // lanes)
+        ptx.store_global_8(scale_at, scale, predicate & (lane % lanes == 0))

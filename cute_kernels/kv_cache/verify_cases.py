@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cute_kernels import formats
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, MXFP8_V41, NVFP4_V41
 from cute_kernels.runtime.verify import Example, compare_arguments, raw_memory
 
 _POISON = 0xA5
@@ -21,9 +21,9 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _pool(num_blocks: int, block_size: int, extra: int) -> torch.Tensor:
+def _pool(num_blocks: int, block_size: int, extra: int, fmt: formats.KVFormat = FP8_DS_MLA) -> torch.Tensor:
     """A pool full of poison whose pages lie `extra` bytes further apart than they must."""
-    pool = FP8_DS_MLA.allocate(num_blocks, block_size, page_stride=FP8_DS_MLA.page_bytes(block_size) + extra)
+    pool = fmt.allocate(num_blocks, block_size, page_stride=fmt.page_bytes(block_size) + extra)
     raw_memory(pool).fill_(_POISON)
     return pool
 
@@ -80,16 +80,23 @@ def gather() -> Iterator[Example]:
             f"pages of {block_size} and {extra} bytes between them, from row {offset}, {'tails' if tails else 'all'}",
             _gather_arguments(block_size, extra, offset, tails),
         )
+    for fmt in (MXFP8_V41, NVFP4_V41):
+        for block_size, extra, offset, tails in ((64, 64, 0, True), (7, 8, 5, False)):
+            name = f"{fmt.id}, pages of {block_size}, from row {offset}, {'tails' if tails else 'all'}"
+            yield Example(name, _gather_arguments(block_size, extra, offset, tails, fmt))
 
 
-def _gather_arguments(block_size: int, extra: int, offset: int, tails: bool) -> tuple[object, ...]:
+def _gather_arguments(
+    block_size: int, extra: int, offset: int, tails: bool, fmt: formats.KVFormat = FP8_DS_MLA
+) -> tuple[object, ...]:
     g = _generator(block_size + offset)
     num_blocks, width = 37, 9
-    pool = _pool(num_blocks, block_size, extra)
-    pages = FP8_DS_MLA.pages(pool, block_size)
+    pool = _pool(num_blocks, block_size, extra, fmt)
+    pages = fmt.pages(pool, block_size)
     pages[:] = torch.randint(0, 256, pages.shape, generator=g, dtype=torch.uint8)
-    scales = pages[:, block_size * FP8_DS_MLA.data_bytes :]
-    scales[:] = scales % 60 + 90
+    if fmt == FP8_DS_MLA:
+        scales = pages[:, block_size * FP8_DS_MLA.data_bytes :]
+        scales[:] = scales % 60 + 90
     limit = width * block_size
     seq_lens = torch.tensor([limit, 0, 1, limit - 3, -5, block_size + 1, limit + 2 * block_size, 3], dtype=torch.int32)
     gather_lens = torch.tensor([7, 3, 1, limit, 4, 2 * block_size, block_size, -1], dtype=torch.int32)
@@ -97,7 +104,7 @@ def _gather_arguments(block_size: int, extra: int, offset: int, tails: bool) -> 
     table[3, 1], table[3, 2] = -1, num_blocks
     out = torch.full((len(seq_lens) + 1, limit // 2 + offset + 3, HEAD_DIM + 8), 7.0, dtype=torch.bfloat16)
     return (
-        out[:, :, :HEAD_DIM], pool, seq_lens, gather_lens if tails else None, table, block_size, offset, FP8_DS_MLA.id
+        out[:, :, :HEAD_DIM], pool, seq_lens, gather_lens if tails else None, table, block_size, offset, fmt.id
     )  # fmt: skip
 
 

@@ -13,4 +13,5 @@ params.py              tensors of the kernels, and work tiles of those of blackw
 hopper/                gemm.py: many rows; gemm_swap_ab.py: few
 blackwell/             gemm.py: tcgen05
 mma_sync/              gemm.py: every architecture from sm_80 on
+verify_cases.py        calls that the kernels are verified with
 """

@@ -6,4 +6,5 @@ reference.py           what it means, in torch; also the CPU implementation
 call.py                calls, their arguments by name
 rms.py                 kernel: rows of one or two matrices
 q_kv_quant.py          kernel: the same, the query quantized
+verify_cases.py        calls that the kernels are verified with
 """

@@ -514,7 +514,11 @@ class Scores(Engines):
             if of_layer is None:
                 self._score_workspace()
             return result
-        self.topk_indices_buffer[: hidden_states.shape[0]] = -1
+        picks = self.topk_indices_buffer[: hidden_states.shape[0]]
+        if picks.shape[-1] == self.topk_tokens:  # decode writes all of its rows
+            picks = picks[of_layer.num_decode_tokens :]
+        if picks.numel() > 0:
+            picks.fill_(-1)
         if of_layer.num_prefills > 0:
             self._prefill(q_quant, weights, of_layer)
         if of_layer.num_decode_tokens > 0:

@@ -75,7 +75,7 @@ class ForeignFile(RuntimeError):
         super().__init__(
             f"cute_kernels: objects in {root} are code that this process would run, but {why}. Remove that permission "
             f"(chmod go-w, chown) or set CUTE_KERNELS_CACHE_DIR to a folder of your own; {SHARED_VARIABLE}=1 loads "
-            "them nevertheless, which is for bundles from somebody you trust (docs/cache.md)."
+            "them nevertheless, which is for bundles from somebody you trust (docs/kernel_cache.md)."
         )
 
 

@@ -20,7 +20,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl.paging import Batch
 from cute_kernels.dsl.tensor import address, length, stride_bytes
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
+from cute_kernels.formats import FORMATS, FP8_DS_MLA, HEAD_DIM, PLAIN_BF16
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla.params import (
     GatheredKV,
@@ -58,7 +58,7 @@ class DecodeArgs(NamedTuple):
     """sparse_mla_decode.
 
     q            bf16 [b, s_q, h, 512]
-    cache0       uint8 [pages, rows, 584] (fp8_ds_mla) or bf16 [pages, rows, 512] (plain_bf16)
+    cache0       uint8 [pages, rows, bytes of a row], or bf16 [pages, rows, 512] (plain_bf16)
     list0        int32 [b, s_q, columns]: slots of cache0
     cache1       the second cache; cache0 where there is none
     list1        int32 [b, s_q, columns]: slots of cache1 ("listed"), a block table of it ("dense"), or list0 ("none")
@@ -145,7 +145,8 @@ def fake_decode(
         return make_fake_tensor(kind, (*shape, HEAD_DIM), stride=(*strides, 1), assumed_align=16)
 
     def cache(kv_format: str) -> Any:
-        return fake_cache(*((Uint8, FP8_DS_MLA.row_elements) if kv_format == FP8_DS_MLA.id else (BFloat16,)))
+        fmt = FORMATS[kv_format]
+        return fake_cache(BFloat16 if kv_format == PLAIN_BF16.id else Uint8, fmt.row_elements)
 
     def columns() -> Any:
         shape = tuple(cute.sym_int() for _ in range(3))

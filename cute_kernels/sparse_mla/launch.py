@@ -15,6 +15,7 @@ from cute_kernels.runtime.key import OpKernel
 from cute_kernels.sparse_mla import arguments, combine, schedule, select
 from cute_kernels.sparse_mla.arguments import MOST_NUMBERS, misaligned, no_logs
 from cute_kernels.sparse_mla.call import DecodeCall, MergeCall, MixedCall, PagedCall, PrefillCall
+from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
 from cute_kernels.sparse_mla.params import COUNT_BITS, LEAST_SCALE, UNIT
 
 MOST_POOL_BYTES = UNIT << 31
@@ -26,6 +27,9 @@ MOST_POOL_BYTES = UNIT << 31
 
 def why_not_decode(call: DecodeCall) -> str:
     """Why no kernel can take a call, or nothing."""
+    why = select.why_not_formats_of_decode(call)
+    if why:
+        return why
     if call.is_quantized:
         why = select.why_not_variant_of_decode(call) or arguments.misaligned_quant(call.out, call.cos_sin_cache)
         if why:
@@ -114,7 +118,7 @@ def launch_decode(call: DecodeCall) -> None:
         *_lengths(call.topk_length),
         *len1,
         sink,
-        call.softmax_scale * ptx.LOG2_E,
+        scale_log2(call.softmax_scale) if isinstance(key, DecodeSwapAbKey) else call.softmax_scale * ptx.LOG2_E,
         *(() if call.q_squares is None else (call.q_norm_eps,)),
         splits,
         split_tiles,
@@ -214,6 +218,8 @@ def launch_prefill(call: PrefillCall) -> None:
 
 def why_not_paged(call: PagedCall) -> str:
     """Why no kernel can take a call, or nothing."""
+    if select.is_v41(call.formats):
+        return f"caches of {' and '.join(select.V41_FORMATS)} are supported on a CPU"
     why = misaligned_results(call, _why_not_codes(call) if call.is_quantized else "")
     why = why or misaligned("heads of q", call.q, (0, 1))
     for name, pool in call.caches.items():

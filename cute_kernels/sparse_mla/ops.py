@@ -49,7 +49,7 @@ def _check_decode(call: DecodeCall) -> None:
     c.tensor("indices", call.indices, torch.int32, ("b", "s_q", None))
     arguments.check_lengths(c, "topk_length", call.topk_length)
     arguments.check_sink(c, "attn_sink", call.attn_sink)
-    fmt = formats.get_format(c, "extra_kv_format", call.extra_kv_format, *arguments.PAGED_FORMATS)
+    fmt = formats.get_format(c, "extra_kv_format", call.extra_kv_format, *arguments.EXTRA_FORMATS)
     table = {"extra_block_table": call.extra_block_table, "extra_length": call.extra_length}
     picked = {"extra_indices": call.extra_indices, "extra_topk_length": call.extra_topk_length}
     if call.extra_k_cache is None:
@@ -186,15 +186,18 @@ def sparse_mla_decode(
 
     q                  bf16 [b, s_q, h, 512], any strides with a dense last dimension, 1 <= h <= 128
     k_cache            [num_blocks, rows per page, row elements] of kv_format; uint8 with 584 elements for fp8_ds_mla,
-                       bf16 with 512 for plain_bf16; any page stride that holds a page. Kernels need multiples of 16
-                       bytes, Blackwell's own of 576 for fp8_ds_mla, as `formats.FP8_DS_MLA.allocate` makes them
+                       with 528 for mxfp8_v41 and 288 for nvfp4_v41, bf16 with 512 for plain_bf16; any page stride that
+                       holds a page. Kernels need multiples of 16 bytes, Blackwell's own of 576 for fp8_ds_mla, as
+                       `formats.FP8_DS_MLA.allocate` makes them
     indices            int32 [b, s_q, topk], topk >= 0: slots of k_cache. A value that is not a row of the cache is
                        skipped, a value that appears twice counts twice
     topk_length        int32 [b] or [b, s_q]: only columns below it count; None: all
     attn_sink          fp32 [h]: a logit without a value; -inf or None has no effect, +inf gives out = 0
     softmax_scale      default 512^-0.5
-    kv_format          record format id of k_cache: fp8_ds_mla/1 or plain_bf16/1
-    extra_k_cache      a second cache of extra_kv_format, attended to in the same softmax; its rows are named either by
+    kv_format          record format id of k_cache: fp8_ds_mla/1, mxfp8_v41/1 or plain_bf16/1. Kernels take mxfp8_v41/1
+                       and nvfp4_v41/1 on sm_90a, beside fp8_ds_mla/1 or each other, with extra_indices
+    extra_k_cache      a second cache of extra_kv_format, which may be nvfp4_v41/1 too, attended to in the same softmax;
+                       its rows are named either by
       extra_indices      int32 [b, s_q, extra_topk], with
       extra_topk_length  int32 [b] or [b, s_q] or None, as above; or by
       extra_block_table  int32 [b, pages] and
@@ -221,7 +224,7 @@ def sparse_mla_decode(
                        Then out must be given, e4m3 [T, groups, heads of a group * 512] with a dense last dimension, and
                        out_scale is the memory of `output_scale_shape`, padding included; both mutated. Row i * s_q + j
                        is at positions[i * s_q + j]; a position outside the table takes its nearest row. On sm_90a, with
-                       fp8_ds_mla caches
+                       caches of fp8_ds_mla/1 or of V4.1's formats
 
     Returns (out, lse), or (out, None) if nobody asks for lse, the natural logarithm, sink not included. A row that
     attends to nothing has out = 0 and lse = +inf. Rows not attended to are not read into the result, whatever they
@@ -404,7 +407,7 @@ def _check_paged(call: PagedCall) -> None:
     arguments.check_batch(c, "query_start_loc", call.query_start_loc, call.seq_lens)
     c.tensor("swa_block_table", call.swa_block_table, torch.int32, ("R", None))
     c.require(call.window_size >= 1, "window_size", "a positive number", call.window_size)
-    fmt = formats.get_format(c, "compressed_kv_format", call.compressed_kv_format, *arguments.PAGED_FORMATS)
+    fmt = formats.get_format(c, "compressed_kv_format", call.compressed_kv_format, *arguments.EXTRA_FORMATS)
     if call.compressed_cache is None:
         absent = {"compressed_block_table": call.compressed_block_table, "topk_indices": call.topk_indices}
         arguments.check_absent(c, "without compressed_cache", **absent)
@@ -496,8 +499,9 @@ def sparse_mla_prefill_paged(
     topk_indices             int32 [T, K], K >= 0, entries of the row's own request: column j counts iff j < v and its
                              value is in 0 .. v - 1; a value that appears twice counts twice. None: all of 0 .. v - 1
     attn_sink                fp32 [h]: a logit without a value; -inf or None has no effect, +inf gives out = 0
-    kv_format                record format id of swa_cache: fp8_ds_mla/1 or plain_bf16/1
-    compressed_kv_format     record format id of compressed_cache, likewise
+    kv_format                record format id of swa_cache: fp8_ds_mla/1, mxfp8_v41/1 or plain_bf16/1
+    compressed_kv_format     record format id of compressed_cache, likewise, or nvfp4_v41/1. No kernel takes mxfp8_v41/1
+                             and nvfp4_v41/1: they are for a CPU
     num_splits               how many splits a kernel cuts a row's keys into; 0: chosen from the shapes of the call, and
                              1 unless there are few rows. Other numbers than 0 are kept in any batch
     split_tokens             keys of a split, multiple of 64, instead of num_splits: then a row's bits do not depend on

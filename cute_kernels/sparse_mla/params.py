@@ -391,7 +391,7 @@ class PrefillOutput(NamedTuple):
     row: Any
     head: Any
     max_logits: Any
-    lse: Logs
+    lse: Any
     scale: Any = None
     policy: Any = None
     sink: Any = None

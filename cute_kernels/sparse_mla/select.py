@@ -4,6 +4,8 @@
     op       kernel                           arch              heads          caches        rows, and what else
     decode   hopper/decode                    sm_90a            17 and more    fp8_ds_mla
                                                                 9 to 16                      few rows, below
+             hopper/decode_swap_ab            sm_90a            1 to 16        V4.1's        whole, no block table
+             hopper/decode                    sm_90a            all            V4.1's        all others, no block table
              mma_sync/decode_small_heads      sm_90a            1 to 16        fp8_ds_mla    all others
                                               sm_100a, sm_103a                               blackwell/ may not run
              blackwell/decode                 sm_100a, sm_103a  1 to 64        fp8_ds_mla    gathered, trusted
@@ -25,13 +27,16 @@
              blackwell/prefill_mixed          sm_100a, sm_103a  all            both          gathered, trusted
              mma_sync/prefill                 all               all            both          where no other does
 
-Gathered, mapped: what Blackwell's copies can address (`ungathered`, `unmapped`); trusted: runtime.trust; countable:
-`is_countable`. Results as codes and raw queries (q_norm, not for 16 heads or fewer) are variants of hopper/'s kernels
-and of mma_sync/decode_small_heads on sm_90a, with fp8_ds_mla caches where there are formats.
+V4.1's: mxfp8_v41 beside itself, fp8_ds_mla or nvfp4_v41, and fp8_ds_mla beside both, the window's first; no kernel
+elsewhere, nor of paged prefill. Gathered, mapped: what Blackwell's copies can address (`ungathered`, `unmapped`);
+trusted: runtime.trust; countable: `is_countable`. Results as codes and raw queries (q_norm, not for 16 heads or fewer)
+are variants of hopper/'s kernels and of mma_sync/decode_small_heads on sm_90a, with fp8_ds_mla caches, or in decode
+V4.1's, where there are formats; decode_swap_ab has none.
 
-Few rows: with 9 to 16 heads Hopper's decode takes a call if `num_splits` and `split_tokens` are 0 and 2 x rows <=
-multiprocessors (66 rows on an H100), as it is faster then; with more rows the other is. The threshold is in
-`of_decode`; fixing the split always takes decode_small_heads.
+Few rows: with 9 to 16 heads, over V4.1's records with 1 to 16, Hopper's decode takes a call if `num_splits` and
+`split_tokens` are 0 and 2 x rows <= multiprocessors (66 rows on an H100), as it is faster then; with more rows the
+other is. The threshold is in `of_decode`; fixing the split always takes decode_small_heads, or decode_swap_ab if it is
+one.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, MXFP8_V41, NVFP4_V41, PLAIN_BF16, PLAIN_FP8
 from cute_kernels.models import ModelConfig, latent_ratios
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
@@ -57,6 +62,7 @@ from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key
 from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
 from cute_kernels.sparse_mla.call import DecodeCall, MixedCall, PagedCall, PrefillCall
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
+from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
@@ -79,6 +85,11 @@ MOST_NORMED_HEADS = SMALL_HEADS[-1]
 
 FEW_ROWS_HEADS = (16,)
 """Those of which Hopper's decode takes calls with few rows."""
+
+V41_FORMATS = (MXFP8_V41.id, NVFP4_V41.id)
+
+LEAST_HOPPER_HEADS = 16
+"""Heads of a work tile of Hopper's decode, at least."""
 
 PREFILL_PAIR_ARCHS: tuple[str, ...] = ()
 """Where more than 64 heads take prefill_2cta: nowhere, until a GPU has run it."""
@@ -119,7 +130,44 @@ def decode_key(
         return SmallHeadsDecodeKey(arch, heads_of_group(heads), extra, out_fp32)
     if is_fp8 and arch == HOPPER:
         return DecodeKey(arch, heads_of_group(heads), extra, out_fp32)
+    if is_v41((format0, format1)):
+        tile_heads = max(heads_of_group(heads), LEAST_HOPPER_HEADS)
+        return DecodeKey(arch, tile_heads, extra, out_fp32, format0=format0, format1=format1)
     return PortableDecodeKey(arch, heads_of_group(heads), format0, extra, format1, out_fp32)
+
+
+def takes_swap_ab(call: DecodeCall) -> bool:
+    """Whether rows of a call go to decode_swap_ab, few ones aside: few heads over V4.1's own records, in one split
+    each; bf16 results, and rows of q and out equally far apart."""
+    index = call.q.device.index
+    if call.q.shape[2] > SMALL_HEADS[-1] or not is_v41(call.formats) or arch_of(index) != HOPPER:
+        return False
+    if call.is_quantized or call.out.element_size() != 2 or call.split_tokens:
+        return False
+    tokens = call.q.shape[1]
+    is_even = all(
+        tokens == 1 or rows.shape[0] == 1 or rows.stride(0) == tokens * rows.stride(1) for rows in (call.q, call.out)
+    )
+    return is_even and call.splits(multiprocessors(index))[0] == 1
+
+
+def is_v41(kv_formats: tuple[str, str]) -> bool:
+    """Whether one of the caches has a format of V4.1's own."""
+    return any(kv_format in V41_FORMATS for kv_format in kv_formats)
+
+
+def why_not_formats_of_decode(call: DecodeCall) -> str:
+    """Why no kernel takes a call with caches of V4.1's own formats, or nothing."""
+    if not is_v41(call.formats):
+        return ""
+    arch = arch_of(call.q.device.index)
+    if arch != HOPPER or call.extra == "dense" or PLAIN_BF16.id in call.formats:
+        named = " with extra_block_table" if call.extra == "dense" else ""
+        return (
+            f"caches of {' and '.join(V41_FORMATS)} are supported on {HOPPER}, beside {FP8_DS_MLA.id} or each other, "
+            f"with extra_indices; got {arch} with {' and '.join(call.formats)}{named}"
+        )
+    return ""
 
 
 OWN_DECODE: dict[str, type[BlackwellDecodeKey]] = {
@@ -154,6 +202,8 @@ def of_decode(call: DecodeCall, out_fp32: bool = False) -> DecodeKernelKey:
     heads, owns = call.q.shape[2], own_decode_kernels(arch, call.q.shape[2])
     if owns and why_not_own_decode(call):
         owns = ()
+    if not out_fp32 and not has_few_rows and takes_swap_ab(call):
+        return DecodeSwapAbKey(arch, heads_of_group(heads), call.extra, *call.formats)
     own = next((own for own in owns if trust.is_trusted("sparse_mla_decode", own, index)), "")
     return decode_key(arch, heads, call.extra, out_fp32, *call.formats, has_few_rows, own)
 
@@ -172,7 +222,7 @@ def why_not_own_decode(call: DecodeCall) -> str:
 def why_not_variant_of_decode(call: DecodeCall) -> str:
     """Why no kernel stores the results of a call as codes, or takes its raw queries, or nothing."""
     arch, heads = arch_of(call.q.device.index), call.q.shape[2]
-    if arch != HOPPER or set(call.formats) != {FP8_DS_MLA.id}:
+    if arch != HOPPER or PLAIN_BF16.id in call.formats:
         caches = " and ".join(dict.fromkeys(call.formats))
         return f"output_quant is supported on {HOPPER} with caches of {FP8_DS_MLA.id}, got {arch} with {caches}"
     return why_not_normed(heads) if call.is_raw else ""

@@ -19,6 +19,7 @@ from cute_kernels.sparse_mla import schedule
 from cute_kernels.sparse_mla.arguments import list_tiles
 
 _FP8, _BF16, _E4M3 = formats.FP8_DS_MLA.id, formats.PLAIN_BF16.id, formats.PLAIN_FP8.id
+_MXFP8, _NVFP4 = formats.MXFP8_V41.id, formats.NVFP4_V41.id
 _LARGEST = 1.0
 """No value of a cache is larger, so that rounding explains what the tolerances allow, also where sums cancel."""
 
@@ -277,6 +278,12 @@ _DECODE = {
     "bf16 and bf16, 8 heads": _Case(8, first=_BF16, second=_BF16, extra=200, rows=(7, 53), s_q=2, lengths="by token"),
     "fp8 and bf16 pages": _Case(16, second=_BF16, dense=True, extra=130, rows=(64, 2), num_splits=2),
     "bf16 and fp8": _Case(128, first=_BF16, second=_FP8, extra=65, partial=True),
+    "V4.1's window alone": _Case(64, first=_MXFP8, lengths=_AROUND_TILES, b=8),
+    "V4.1's window and picks": _Case(64, first=_MXFP8, second=_NVFP4, extra=512, lengths=(128, 70, 0)),
+    "fp8 and V4.1's picks, 8 heads": _Case(8, second=_NVFP4, extra=200, rows=(7, 53), s_q=2, lengths="by token"),
+    "fp8 and V4.1's picks, parts": _Case(32, second=_NVFP4, extra=512, num_splits=3, b=2),
+    "V4.1's rows twice": _Case(16, first=_MXFP8, second=_MXFP8, extra=300, split_tokens=128, lengths=(0, 3, 128)),
+    "fp8 and V4.1's rows": _Case(100, second=_MXFP8, extra=70, partial=True),
     "bf16 and fp8 pages": _Case(32, first=_BF16, second=_FP8, dense=True, extra=99, rows=(64, 2), split_tokens=64),
 }
 
@@ -313,7 +320,7 @@ def _decode(cases: dict[str, _Case]) -> Iterator[Example]:
     for name, case in cases.items():
         example = case.example(name)
         yield example
-        if case.first == _FP8 and case.second != _BF16 and not case.partial:
+        if case.first == _FP8 and case.second in ("", _FP8, _NVFP4) and not case.partial:
             as_codes = quantized(example, 15)
             yield as_codes
             if case.heads > 16:

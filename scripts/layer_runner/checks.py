@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cute_kernels.paging import own_entries
 from layer_runner.pools import Pools
 from layer_runner.requests import Request
 
@@ -83,17 +84,42 @@ def check_ranks_agree(digests: Sequence[dict[str, str]]) -> Check:
 def check_caches(
     batch: Pools, alone: Pools, requests: Sequence[Request], name: str = "caches hold the same bytes both ways"
 ) -> Check:
-    """Both ways leave the same bytes in the live rows of every cache."""
+    """Both ways leave the same bytes in the live rows of every cache that both have."""
+
+    def is_different(cache: str, number: int, length: int) -> bool:
+        rows = batch.live_rows(cache, number, length)
+        slots, others = (pools.slots(cache, number, *rows) for pools in (batch, alone))
+        both = (slots >= 0) & (others >= 0)
+        return not torch.equal(batch.records(cache, slots[both]), alone.records(cache, others[both]))
+
     different = [
         f"{cache} of request {number}"
         for cache in batch.by_name()
         for number, request in enumerate(requests)
-        if not torch.equal(
-            batch.live_bytes(cache, number, request.length), alone.live_bytes(cache, number, request.length)
-        )
+        if is_different(cache, number, request.length)
     ]
     detail = f"{', '.join(different)} differ" if different else f"{len(batch.by_name())} caches"
     return Check(name, not different, detail)
+
+
+def check_shares(
+    shares: Sequence[tuple[int, dict[str, str]]], whole: Pools, requests: Sequence[Request], ranks: int
+) -> Check:
+    """Every rank of a context group holds the records of its own pages that one process has in them. shares: of each
+    process its rank in the group, and by cache a digest of its records."""
+    different = []
+    for number, (rank, held) in enumerate(shares):
+        for cache, found in held.items():
+            page = whole.by_name()[cache][0].block_size
+            records = []
+            for request, of in enumerate(requests):
+                slots = whole.live_slots(cache, request, of.length)
+                is_own = own_entries(torch.arange(len(slots), device=slots.device), page, ranks, rank) >= 0
+                records.append(whole.records(cache, slots[is_own]))
+            if digest(records) != found:
+                different.append(f"{cache} of process {number}")
+    detail = f"{', '.join(different)} differ" if different else f"{len(shares)} processes, {ranks} shares"
+    return Check("shared caches are one process's together", not different, detail)
 
 
 def check_untouched(*pools: Pools) -> Check:

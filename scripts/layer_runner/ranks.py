@@ -95,12 +95,13 @@ def _end_with_the_first_process() -> None:
 
 @dataclass
 class Ranks:
-    """The processes of a run, seen from one of them."""
+    """The processes of a run, seen from one of them. tp, cp: its tensor-parallel and its context group."""
 
     rank: int
     size: int
     store: Any
-    communicator: GroupCommunicator
+    tp: GroupCommunicator
+    cp: GroupCommunicator | None
 
     def leave(self) -> None:
         """The end of a run that went well."""
@@ -136,11 +137,13 @@ class Ranks:
         return None
 
 
-def join(size: int, device: str) -> Ranks:
-    """Become one of `size` ranks, as the environment says which."""
-    world = int(os.environ["WORLD_SIZE"])
+def join(tp: int, cp: int, dcp: int, device: str) -> Ranks:
+    """Become one of tp * cp ranks, as the environment says which: tensor-parallel ranks are neighbours. dcp: ranks of
+    a context group of neighbours among these, if it is more than one."""
+    world, size = int(os.environ["WORLD_SIZE"]), tp * cp
     if world != size:
-        raise InputError(f"--tp: expected the number of processes, {world}, got {size}")
+        product = "--tp" if cp == 1 else "--tp * --cp"
+        raise InputError(f"{product}: expected the number of processes, {world}, got {size}")
     if os.environ.get(STARTED_HERE):
         threading.Thread(target=_end_with_the_first_process, daemon=True).start()
     if device == "cuda":
@@ -158,13 +161,25 @@ def join(size: int, device: str) -> Ranks:
         world_size=size,
         timeout=timeout,
     )
-    return Ranks(rank, size, torch.distributed.PrefixStore("run", store), GroupCommunicator())
+
+    def group_of(groups: list[list[int]]) -> GroupCommunicator:
+        """That of this rank; all ranks make all of them."""
+        made = [(ranks, torch.distributed.new_group(ranks, timeout=timeout)) for ranks in groups]
+        return GroupCommunicator(next(group for ranks, group in made if rank in ranks))
+
+    of_tp = group_of([list(range(first, first + tp)) for first in range(0, size, tp)])
+    of_cp = None
+    if cp > 1:
+        of_cp = group_of([list(range(first, size, tp)) for first in range(tp)])
+    elif dcp > 1:
+        of_cp = group_of([list(range(first, first + dcp)) for first in range(0, size, dcp)])
+    return Ranks(rank, size, torch.distributed.PrefixStore("run", store), of_tp, of_cp)
 
 
-def check_gpus(size: int) -> None:
+def check_gpus(size: int, flags: str = "--tp") -> None:
     count = torch.cuda.device_count()
     if size > count:
-        raise InputError(f"--tp: expected at most {count}, the GPUs of this machine, got {size}")
+        raise InputError(f"{flags}: expected at most {count}, the GPUs of this machine, got {size}")
 
 
 def collectives(rows: Sequence[Row]) -> list[dict[str, Any]]:

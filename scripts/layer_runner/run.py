@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cute_kernels.layers import DeepseekV4MetadataBuilder, DeepseekV4MultiHeadLatentAttentionWrapper
+from cute_kernels.layers import DeepseekV4MultiHeadLatentAttentionWrapper
 from cute_kernels.runtime.record import record_calls
 from layer_runner.checks import (
     Check,
@@ -19,6 +19,7 @@ from layer_runner.checks import (
     check_ranks_agree,
     check_ranks_result,
     check_repeatable,
+    check_shares,
     check_topk,
     check_untouched,
     digest,
@@ -29,8 +30,11 @@ from layer_runner.pools import Pools
 from layer_runner.ranks import Ranks, collectives
 from layer_runner.report import Row, summarize
 from layer_runner.requests import Request, schedule
-from layer_runner.stepping import BatchResult, run_alone, run_batch
+from layer_runner.stepping import BatchResult, run_alone, run_batch, step_builder
 from layer_runner.timing import StepTimes, time_steps
+
+SHARDED = ("compressed cache", "indexer cache")
+"""Of a context group whose ranks have pages of their own."""
 
 KINDS = {1: "SWA", 4: "C4A", 128: "C128A"}
 
@@ -78,6 +82,7 @@ def paged_pools(
         index_cache=options.index_cache,
         device=device,
         seed=seed,
+        context=options.cp,
     )
 
 
@@ -85,8 +90,7 @@ def run_once(
     layer: DeepseekV4MultiHeadLatentAttentionWrapper, requests: Sequence[Request], chunk: int, device: str, seed: int
 ) -> tuple[BatchResult, Pools]:
     """The batch through a layer, and the caches that it leaves."""
-    options = layer.options
-    builder = DeepseekV4MetadataBuilder(layer.config, options.max_num_tokens, options.max_model_len, device)
+    builder = step_builder(layer, device)
     pools = paged_pools(layer, [request.reach for request in requests], device, seed)
     return run_batch(layer, builder, requests, pools, chunk), pools
 
@@ -108,8 +112,7 @@ def run_layer(
     ranks   the processes that run this layer, each its part
     whole   what one process by itself gave, on the rank that speaks
     """
-    config, options, ratio = layer.config, layer.options, layer.compress_ratio
-    builder = DeepseekV4MetadataBuilder(config, options.max_num_tokens, options.max_model_len, device)
+    ratio, builder = layer.compress_ratio, step_builder(layer, device)
 
     def pools(reaches: list[int], number: int) -> Pools:
         return paged_pools(layer, reaches, device, seed + number)
@@ -141,9 +144,21 @@ def run_layer(
     exchanged = None
     if ranks is not None:
         held = {"outputs": digest(result.outputs), "picks": digest(result.topk)}
+        cp = layer.options.cp
+        is_sharded = cp is not None and cp.is_sharded
+        replicated = [name for name in paged.by_name() if not (is_sharded and name in SHARDED)]
         held["caches"] = digest(
-            [paged.live_bytes(name, n, r.length) for name in paged.by_name() for n, r in enumerate(requests)]
+            [paged.live_bytes(name, n, r.length) for name in replicated for n, r in enumerate(requests)]
         )
+        if cp is not None and is_sharded:
+            shares = {
+                name: digest([paged.live_bytes(name, n, r.length) for n, r in enumerate(requests)])
+                for name in paged.by_name()
+                if name in SHARDED
+            }
+            gathered = ranks.gather(f"shares/{layer.layer_index}", [cp.rank, shares])
+            if whole is not None and device == "cpu" and shares:
+                checks.append(check_shares(gathered, whole[1], requests, cp.size))
         checks.append(check_ranks_agree(ranks.gather(f"digests/{layer.layer_index}", held)))
         exchanged = ranks.gather(f"exchanged/{layer.layer_index}", collectives(rows))
     if whole is not None:

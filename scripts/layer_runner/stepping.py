@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from cute_kernels.layers import DeepseekV4MetadataBuilder, DeepseekV4MultiHeadLatentAttentionWrapper
+from cute_kernels.layers import (
+    ContextStep,
+    ContextStepBuilder,
+    DeepseekV4Metadata,
+    DeepseekV4MetadataBuilder,
+    DeepseekV4MultiHeadLatentAttentionWrapper,
+)
 from cute_kernels.layers.caches import KV_BLOCK_SIZE
 from layer_runner.pools import Pools
 from layer_runner.requests import Request, schedule
@@ -36,9 +43,21 @@ def entries_of_slots(slots: torch.Tensor, table: torch.Tensor, rows_per_page: in
     return torch.where(slots < 0, slots, entries).int()
 
 
+Builder = DeepseekV4MetadataBuilder | ContextStepBuilder
+
+
+def step_builder(layer: DeepseekV4MultiHeadLatentAttentionWrapper, device: str) -> Builder:
+    """Of the steps that a layer takes."""
+    options = layer.options
+    limits = options.max_num_tokens, options.max_model_len
+    if options.cp is not None:
+        return ContextStepBuilder(layer.config, *limits, options.cp, device)
+    return DeepseekV4MetadataBuilder(layer.config, *limits, device)
+
+
 def run_batch(
     layer: DeepseekV4MultiHeadLatentAttentionWrapper,
-    builder: DeepseekV4MetadataBuilder,
+    builder: Builder,
     requests: Sequence[Request],
     pools: Pools,
     chunk: int,
@@ -63,17 +82,27 @@ def run_batch(
             sum(step is not None for step in decode_steps),
         )
         step_capture: dict[str, torch.Tensor] | None = {} if capture else None
-        out = layer(metadata.positions, hidden_states, metadata, pools.caches, capture=step_capture)
+        picks = None if layer.indexer is None else layer.indexer.indexer_op.topk_indices_buffer
+        if isinstance(metadata, ContextStep):
+            own = metadata.own_rows(hidden_states)
+            out = layer(metadata.positions, own, metadata, pools.caches)
+            # in a context of its own, so that what is gathered only to be checked is not recorded
+            out = contextvars.Context().run(metadata.whole_rows, out)
+            if picks is not None:
+                picks = contextvars.Context().run(metadata.whole_rows, picks[: metadata.num_tokens])
+        else:
+            out = layer(metadata.positions, hidden_states, metadata, pools.caches, capture=step_capture)
         row = 0
         for number, part in enumerate(parts):
             kept = slice(row, row + part.accepted)
             outputs[part.request].append(out[kept])
-            if layer.indexer is not None:
-                picks = layer.indexer.indexer_op.topk_indices_buffer[kept].clone()
-                if layer.mla_attn.takes_slots and not capture and number < metadata.num_decodes:
+            if picks is not None:
+                found = picks[kept].clone()
+                has_slots = isinstance(metadata, DeepseekV4Metadata) and number < metadata.num_decodes
+                if has_slots and layer.mla_attn.takes_slots and not capture:
                     assert tables.compressed is not None
-                    picks = entries_of_slots(picks, tables.compressed[number], KV_BLOCK_SIZE // layer.compress_ratio)
-                topk[part.request].append(picks)
+                    found = entries_of_slots(found, tables.compressed[number], KV_BLOCK_SIZE // layer.compress_ratio)
+                topk[part.request].append(found)
             if part.request == 0 and step_capture is not None:
                 for name, value in step_capture.items():
                     captured.setdefault(name, []).append(value[kept].clone())
@@ -88,7 +117,7 @@ def run_batch(
 
 def run_alone(
     layer: DeepseekV4MultiHeadLatentAttentionWrapper,
-    builder: DeepseekV4MetadataBuilder,
+    builder: Builder,
     requests: Sequence[Request],
     pools: Pools,
     *,

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from cute_kernels.layers import DeepseekV4MetadataBuilder, DeepseekV4MultiHeadLatentAttentionWrapper
+from cute_kernels.layers import ContextStep, DeepseekV4MultiHeadLatentAttentionWrapper
 from cute_kernels.runtime.record import Cost, record_calls
 from layer_runner.pools import Pools
 from layer_runner.requests import Part, Request, schedule
+from layer_runner.stepping import Builder
 from perf.layer import least_work
 from perf.measure import capture, time_graphs
 from perf.timeline import Timeline, profile
@@ -69,7 +70,7 @@ def chosen_steps(requests: Sequence[Request], chunk: int) -> list[tuple[str, lis
 
 def time_steps(
     layer: DeepseekV4MultiHeadLatentAttentionWrapper,
-    builder: DeepseekV4MetadataBuilder,
+    builder: Builder,
     requests: Sequence[Request],
     pools: Pools,
     chunk: int,
@@ -86,6 +87,8 @@ def time_steps(
             pools.tables_of([p.request for p in parts]),
             sum(number is not None for number in numbers),
         )
+        if isinstance(metadata, ContextStep):
+            hidden = metadata.own_rows(hidden)
         call = partial(layer, metadata.positions, hidden, metadata, pools.caches)
         sizes = [None if c is None else row_bytes(c) for c in (pools.caches.swa, pools.caches.indexer)]
         least = least_work(layer, query, lengths, row_bytes=sizes[0] or 0, key_bytes=sizes[1] or 0)

@@ -95,6 +95,7 @@ class V41Pools(Pools):
             entry_blocks=entry_blocks,
             rings=len(reaches) + 1,
             ring_rows=ring_rows,
+            kv_cache=layers[0].options.kv_cache,
             index_cache=layers[0].options.index_cache,
             device=device,
         )

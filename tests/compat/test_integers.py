@@ -247,7 +247,8 @@ def test_int64_indices_in_a_graph() -> None:
     assert torch.equal(bits(out), bits(want))
     assert torch.equal(lse, want_lse)
     expected = torch.as_tensor(case.expect()[0]).double()
-    torch.testing.assert_close(out.cpu().double(), expected, atol=1e-3, rtol=2.01 / 128)
+    # few keys: the rounding of a probability to bf16 does not average out
+    torch.testing.assert_close(out.cpu().double(), expected, atol=float(expected.abs().max()) / 1024, rtol=2.01 / 128)
     other = test_vllm.pool(formats.FP8_DS_MLA)
     kv_cache.quantize_and_insert_k_cache(k.cpu(), other, torch.tensor([3, 17, 8]), 4)
     assert torch.equal(helpers.raw_bytes(on("cpu", cache)), helpers.raw_bytes(other))

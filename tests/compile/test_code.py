@@ -22,7 +22,16 @@ from cute_kernels.compressor import epilogue, latent, latent_store, ratio4, rati
 from cute_kernels.compressor.slots import SlotsKey
 from cute_kernels.dsl import convert
 from cute_kernels.dsl.ptx import DEPENDENT_LAUNCH_ARCH, HAS_BF16_OF_E4M3
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, INDEXER_FP8, INDEXER_MXFP4, PLAIN_BF16, PLAIN_FP8
+from cute_kernels.formats import (
+    FP8_DS_MLA,
+    HEAD_DIM,
+    INDEXER_FP8,
+    INDEXER_MXFP4,
+    MXFP8_V41,
+    NVFP4_V41,
+    PLAIN_BF16,
+    PLAIN_FP8,
+)
 from cute_kernels.indexer import block_maxima, merge_keys, picked_keys, query
 from cute_kernels.indexer import gather as index_gather
 from cute_kernels.indexer import launch as scores
@@ -368,9 +377,11 @@ def latents() -> Iterator[Row]:
         loads = 4 if ratio == 1 else 3 * 8
         ptx = {r"ld\.relaxed\.gpu\S*\.v4\.b32": loads, r"ld\.global\.nc\.v2\.b32": 4} | waits(arch)
         yield Row(key, 40 if ratio == 1 else 80, ptx, smem=0, absent=DIVISIONS, threads=128)
-    for arch, fmt in itertools.product(MOVING, (FP8_DS_MLA, INDEXER_FP8, INDEXER_MXFP4)):
+    kinds = [*itertools.product(MOVING, (FP8_DS_MLA, INDEXER_FP8, INDEXER_MXFP4))]
+    for arch, fmt in (*kinds, *itertools.product((HOPPER, "sm_100a"), (MXFP8_V41, NVFP4_V41))):
         key = latent_store.LatentStoreKey(arch, fmt.id)
-        ptx = {r"\bsub\.rn\.f32": 2, r"ld\.relaxed\.gpu\S*\.v2\.b32": fmt.dim // 128} | waits(arch)
+        rotated, loads = (4, {r"ld\.relaxed\.gpu\S*\.v4\.b32": 2}) if fmt in (MXFP8_V41, NVFP4_V41) else (2, {})
+        ptx = {r"\bsub\.rn\.f32": rotated} | (loads or {r"ld\.relaxed\.gpu\S*\.v2\.b32": fmt.dim // 128}) | waits(arch)
         yield Row(key, 40, ptx, smem=0, absent=ROUNDED, threads=128)
 
 

@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.sparse_mla.hopper import decode, planner
+from cute_kernels.sparse_mla.hopper import decode_smem as decode
+from cute_kernels.sparse_mla.hopper import planner
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from tests.compile.reports import compile_report
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -448,11 +448,11 @@ def pieces(op: str, args: Sequence[Any]) -> list[tuple[Any, ...]] | None:
     return made
 
 
-def without_rows(op: str) -> list[tuple[Any, ...]]:
-    """The op's calls, of no rows."""
+def without_rows(op: str, calls: Iterable[Example] | None = None) -> list[tuple[Any, ...]]:
+    """The op's calls, or some, of no rows."""
     names = [argument.name for argument in OPS[op].overload._schema.arguments]
     made = []
-    for example in examples(op):
+    for example in examples(op) if calls is None else calls:
         given = dict(zip(names, example.args, strict=True))
         given |= dict.fromkeys((name for name in NUMBERS_OF_ROWS if name in given), 0)
         tensors = {name: axis for name, axis in NO_ROWS[op].items() if given.get(name) is not None}

@@ -83,7 +83,7 @@ def run(op: Op, call: Example) -> str:
     return drawn.difference(op, call, verify.clone_arguments(args, CPU))
 
 
-@pytest.mark.parametrize("name", sorted(registry.all_ops()))
+@pytest.mark.parametrize("name", sorted(op.name for op in registry.ops_with_kernels()))
 def test_drawn_calls_agree_with_their_references(name: str) -> None:
     op = registry.all_ops()[name]
     served = bundle(arch_of(torch.cuda.current_device()))

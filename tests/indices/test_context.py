@@ -108,3 +108,27 @@ def test_refused() -> None:
             expand_block_table(table, ranks, rank, 1)
     with pytest.raises(ValueError, match="compress_ratio: expected a divisor of 256, got 3"):
         context_local_lens(lens, 3, 2, 0)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_pages_are_an_engines_that_interleaves_256_tokens(ratio: int, ranks: int) -> None:
+    """vLLM with block_size = cp_kv_cache_interleave_size = 256 has on each rank the tokens, and the slots of its own
+    block table, that the owner rule says."""
+    lens = torch.randint(0, 6 * ranks * TOKENS, (50,), generator=torch.Generator().manual_seed(ranks))
+    tokens = 3 * ranks * TOKENS + 300
+    position = torch.arange(tokens)
+    for rank in range(ranks):
+        rounds, rest = lens // (TOKENS * ranks), lens % (TOKENS * ranks)
+        local_tokens = rounds * TOKENS + (rest - rank * TOKENS).clamp(0, TOKENS)
+        own = context_local_lens((lens // ratio).int(), ratio, ranks, rank)
+        assert torch.equal(own, (local_tokens // ratio).int())
+
+        local = torch.randperm(40)[: -(-tokens // (TOKENS * ranks)) + 1].view(1, -1).int()
+        is_own = position % (TOKENS * ranks) // TOKENS == rank
+        token_slots = local[0, position // (TOKENS * ranks)] * TOKENS + position % TOKENS
+        closes = is_own & (position % ratio == ratio - 1)
+        wanted = torch.where(closes, token_slots.long() // ratio, -1)
+        table = expand_block_table(local, ranks, rank, local.shape[1] * ranks)
+        starts, seq = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+        assert torch.equal(get_compressed_slot_mapping(tokens, starts, seq, table, TOKENS, ratio), wanted)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every baseline name has a counterpart, which the README's table names, with the baseline's arguments."""
+"""Every baseline name has a counterpart, which a table in docs/switching.md names, with the baseline's arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/switching.md"
 SAME = [
     "DeepseekCompressor",
     "CompressorStateCache",
@@ -97,11 +97,11 @@ MEMBERS = {
 
 def table() -> dict[str, list[str]]:
     """Baseline name (a backticked word or a whole cell) -> our dotted paths, of the table under a heading "Names"."""
-    if not README.exists():
+    if not PAGE.exists():
         return {}
     names: dict[str, list[str]] = {}
     inside = False
-    for line in README.read_text(encoding="utf-8").splitlines():
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             inside = "names" in line.lower()
         elif inside and line.startswith("|"):
@@ -128,11 +128,11 @@ def resolve(path: str) -> object:
 
 
 @pytest.mark.parametrize(("name", "expected"), [*((n, n) for n in SAME), *RENAMED.items()])
-def test_the_readme_names_the_counterpart(name: str, expected: str) -> None:
+def test_the_page_names_the_counterpart(name: str, expected: str) -> None:
     names = table()
-    assert names, f"{README} has no table `| baseline name | ours |` under a heading that contains 'Names'"
+    assert names, f"{PAGE} has no table `| baseline name | ours |` under a heading that contains 'Names'"
     found = [ours for baseline, ours in names.items() if baseline == name or baseline.startswith(f"{name} (")]
-    assert found, f"the table of names in {README} has no row for `{name}`"
+    assert found, f"the table of names in {PAGE} has no row for `{name}`"
     assert found[0][0].endswith("." + expected), f"{name}: expected a path to {expected}, got {found[0][0]}"
     for path in found[0]:
         assert callable(resolve(path)), path

@@ -15,6 +15,7 @@ import torch.distributed
 
 from layers import Communicator, CommunicatorError, GroupCommunicator, TensorParallel, ThreadCommunicator
 from layers.score_rows import shards_rows
+from tests.layers.context_engine import Steps, context_steps, together
 from tests.layers.engine import CONFIG, KINDS, Engine, Request, hidden_rows, make_layer, relative, same_bytes
 from tests.layers.ranks import RankPool, exchange, parallel_layer, ragged_steps, run_threads
 
@@ -73,6 +74,22 @@ def test_processes_give_what_one_gives(pool: RankPool) -> None:
     parallel = {**options, "tp_indexer": "rows", "tp_check_steps": True}
     results = pool.run(2, parallel_layer, 4, 3, parallel)
     assert_as_one(results, ragged_steps(make_layer(4, **options), 3))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_that_share_a_context(pool: RankPool, size: int, thorough: bool) -> None:
+    if size > 2 and not thorough:
+        pytest.skip("needs --thorough")
+    # three ranks cannot share out four heads
+    options = {"cp_prefill": "zigzag", "cp_kv": "sharded" if size == 2 else "replicated"}
+    steps: Steps = [([], [(0, 400), (1, 9)]), ([(1, 1)], [(0, 130)]), ([(0, 2), (1, 2)], [])]
+    results = pool.run(size, context_steps, 4, options, steps)
+    whole = context_steps(None, 4, {}, steps)
+    for held in results:
+        assert same_bytes(held["outputs"], whole["outputs"])
+        assert same_bytes(held["picks"], whole["picks"])
+        assert same_bytes(held["window"], whole["window"])
+    assert same_bytes(together(results, options), whole["entries"])
 
 
 SAMPLE = (2, 1, "fp8", "bf16"), (2, 128, "fp8", "fp8_ds_mla")

@@ -40,9 +40,11 @@ def plain(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("index_cache", ["fp8", "mxfp4"])
-def test_layers_are_their_formulas(index_cache: str) -> None:
-    layers, total = model(SHORT, index_cache), 117
+@pytest.mark.parametrize(
+    ("index_cache", "kv_cache"), [("fp8", "fp8_ds_mla"), ("mxfp4", "fp8_ds_mla"), ("mxfp4", "mxfp8_v41+nvfp4_v41")]
+)
+def test_layers_are_their_formulas(index_cache: str, kv_cache: str) -> None:
+    layers, total = model(SHORT, index_cache, kv_cache), 117
     engine = Engine(layers, seed=1)
     hidden = hidden_rows(total, 2, SHORT)
     outs, selections = engine.step([], [(engine.request(), hidden)])
@@ -51,7 +53,7 @@ def test_layers_are_their_formulas(index_cache: str) -> None:
         None if layer.indexer is None else (sets(s.picks), [] if s.candidates is None else sets(s.candidates))
         for layer, s in zip(layers, selections, strict=True)
     ]
-    meaning = V41Meaning(SHORT, weights, V41Rounded(index=index_cache))
+    meaning = V41Meaning(SHORT, weights, V41Rounded(kv=kv_cache, index=index_cache))
     results = meaning.run([oracle.to_numpy(hidden)] * len(layers), given)
     for layer, (out,), result, picked in zip(layers, outs, results, given, strict=True):
         error = np.linalg.norm(oracle.to_numpy(out) - result.out) / np.linalg.norm(result.out)
@@ -73,10 +75,10 @@ def one_shot(engine: Engine, hidden: torch.Tensor) -> tuple[Request, list[torch.
     return request, [out[0] for out in outs], [s.picks for s in selections if s is not None]
 
 
-@pytest.mark.parametrize("index_cache", ["fp8", "mxfp4"])
-def test_steps_of_any_size_give_the_same_bits(index_cache: str) -> None:
+@pytest.mark.parametrize(("index_cache", "kv_cache"), [("fp8", "fp8_ds_mla"), ("mxfp4", "mxfp8_v41+nvfp4_v41")])
+def test_steps_of_any_size_give_the_same_bits(index_cache: str, kv_cache: str) -> None:
     """Chunks, decodes and single tokens, next to other requests, on other pages."""
-    layers, total = model(index_cache=index_cache), 150
+    layers, total = model(index_cache=index_cache, kv_cache=kv_cache), 150
     hidden, others = hidden_rows(total, 3), hidden_rows(260, 4)
     reference = Engine(layers, seed=2)
     whole, expected, picks = one_shot(reference, hidden)
@@ -244,9 +246,15 @@ def test_what_does_not_fit_is_refused() -> None:
         layers[0](hidden, step, replace(caches, windows={1: caches.windows[1]}))
     with pytest.raises(ValueError, match=r"caches.keys: expected format indexer_mxfp4/1, got indexer_fp8/1"):
         model(index_cache="mxfp4")[1](hidden, step, caches)
+    with pytest.raises(ValueError, match=r"caches.windows: expected format mxfp8_v41/1, got fp8_ds_mla/1"):
+        model(kv_cache="mxfp8_v41")[1](hidden, step, caches)
+    with pytest.raises(ValueError, match=r"caches.sources: expected entries of format nvfp4_v41/1, got fp8_ds_mla/1"):
+        model(kv_cache="fp8_ds_mla+nvfp4_v41")[1](hidden, step, caches)
     with pytest.raises(ValueError, match="replay_start: expected 0 to 6, the first row of the step, got 7"):
         builder.build([4], [10], V41Tables(pages), 0, replay_start=[7])
     with pytest.raises(ValueError, match="ring_rows: expected rows of a ring"):
         builder.build([4], [4], V41Tables(pages, pages, ring), 0)
     with pytest.raises(ValueError, match="index_cache: expected one of"):
         V41Caches.allocate(CONFIG, window_blocks=1, index_cache="nvfp4")
+    with pytest.raises(ValueError, match="kv_cache: expected one of"):
+        V41Caches.allocate(CONFIG, window_blocks=1, kv_cache="nvfp4_v41")

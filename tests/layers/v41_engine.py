@@ -50,8 +50,10 @@ def hidden_rows(count: int, seed: int, config: DeepseekV41Config = CONFIG) -> to
 
 
 @cache
-def model(config: DeepseekV41Config = CONFIG, index_cache: str = "fp8") -> list[DeepseekV41Attention]:
-    options = V41Options(index_cache=index_cache, max_model_len=1024, max_num_tokens=1024)
+def model(
+    config: DeepseekV41Config = CONFIG, index_cache: str = "fp8", kv_cache: str = "fp8_ds_mla"
+) -> list[DeepseekV41Attention]:
+    options = V41Options(kv_cache=kv_cache, index_cache=index_cache, max_model_len=1024, max_num_tokens=1024)
     return [
         build_v41_layer(config, layer, random_v41_layer_tensors(config, layer), options=options)
         for layer in range(config.num_hidden_layers)
@@ -76,7 +78,8 @@ class Engine:
         self.layers, self.late = layers, late
         self.config, options = layers[0].config, layers[0].options
         sizes = {"window_blocks": PAGES, "entry_blocks": PAGES, "rings": SLOTS}
-        self.caches = V41Caches.allocate(self.config, index_cache=options.index_cache, **sizes)
+        kinds = {"kv_cache": options.kv_cache, "index_cache": options.index_cache}
+        self.caches = V41Caches.allocate(self.config, **kinds, **sizes)
         builder = (self.config, options.max_num_tokens, options.max_model_len)
         self.builder, self.late_builder = V41StepBuilder(*builder), V41StepBuilder(*builder)
         rng = random.Random(seed)

@@ -14,7 +14,23 @@ from tests.layers.meaning import Array, Exact, Rounded, Weights, best, blocks, f
 
 
 class V41Rounded(Rounded):
-    """Rounds as 584-byte records and either format of keys do; MXFP4 scales go down to normal numbers."""
+    """Rounds as either format of keys does, and as 584-byte records or those of `kv`, of windows and of entries; MXFP4
+    scales go down to normal numbers."""
+
+    def window_row(self, x: Array) -> Array:
+        return self._mxfp8(x) if self.kv.startswith("mxfp8_v41") else Rounded().window_row(x)
+
+    def entry_row(self, x: Array) -> Array:
+        if not self.kv.endswith("nvfp4_v41"):
+            return self.window_row(x)
+        parts = self.bf16(x).reshape(-1, 32, 16)
+        scale = oracle.E4M3[oracle.e4m3_encode(np.maximum(np.abs(parts).max(axis=-1) / 6, 2.0**-9))][..., None]
+        codes = oracle.e2m1_encode(parts / scale, "ties_to_even")
+        return (np.where(codes & 8, -1.0, 1.0) * oracle.E2M1[codes & 7] * scale).reshape(x.shape)
+
+    def _mxfp8(self, x: Array) -> Array:
+        values, scale = blocks(self.bf16(x), 32, "e4m3")
+        return (values * scale[..., None]).reshape(x.shape)
 
     def index_key(self, x: Array) -> tuple[Array, Array]:
         if self.index == "fp8":

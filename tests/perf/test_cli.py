@@ -242,7 +242,8 @@ def test_several_ops_run_in_a_process_each(
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    (tmp_path / "README.md").write_text(f"# x\n{report.BEGIN}\n{report.END}\n")
+    markers = report.HEADLINE_BEGIN, report.HEADLINE_END, report.BEGIN, report.END
+    (tmp_path / "README.md").write_text("\n".join(("# x", *markers, "")))
     synthetic.write(tmp_path, record([cell(1, 1616, 1.9, {"vllm-triton": 4.38}), cell(64, 103_424, 2.0)]))
     return tmp_path
 
@@ -289,7 +290,7 @@ def test_report_without_matplotlib(
 
 def test_report_needs_the_markers(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "README.md").write_text("# x\n")
-    assert "README.md: expected one <!-- numbers:begin -->" in refused(
+    assert "README.md: expected one <!-- headline:begin -->" in refused(
         capsys, "report", "--root", str(root), "--no-plots"
     )
     assert not (root / "perf/REPORT.md").exists()
@@ -320,7 +321,7 @@ def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_without_a_command_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
-    assert "{sweep,layer,report,show,compiled,compare}" in capsys.readouterr().out
+    assert "{sweep,layer,engines,report,show,compiled,scaling,compare}" in capsys.readouterr().out
 
 
 # ---- compare ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from perf import cli
+from perf import cli, engines
 from perf.records import RecordError, case_of, collect, gpu_folder, load, parse, to_text, usable
 from perf.report import LAYER, stale
 from tests.perf import synthetic
@@ -33,7 +33,7 @@ def test_there_are_records() -> None:
 def test_every_committed_record_may_be_shown(path: Path) -> None:
     found = load(path)
     assert path.relative_to(RESULTS).as_posix() == f"{gpu_folder(found.gpu)}/{found.op}.json"
-    assert found.op in {*cli.MODULES, LAYER}
+    assert found.op in {*cli.MODULES, LAYER, engines.OP}
     assert not found.partial
     assert usable(found)[1] == []
     assert None not in (found.commit, found.driver, found.dsl, found.tvm_ffi, found.cpu)

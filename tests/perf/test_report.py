@@ -156,7 +156,8 @@ def test_every_gpu_has_its_section_and_every_op_its_line(tmp_path: Path) -> None
         synthetic.write(tmp_path, record([cell(8, 10**6, 2.0, op=op)], op=op, gpu=gpu), f"{folder}/{op}.json")
     found = collect(tmp_path / "perf/results")
     text = report.render_report(found)
-    assert [part for part in text.splitlines() if part.startswith("## ")] == ["## NVIDIA B200", "## NVIDIA H200"]
+    sections = [part for part in text.splitlines() if part.startswith("## ")]
+    assert sections == ["## Every op", "## NVIDIA B200", "## NVIDIA H200"]
     numbers = report.render_numbers(found)
     assert line(numbers, "op")[2::5] == ["B200 µs", "H200 µs"]
     assert line(numbers, f"`{GATHER}`") == [f"`{GATHER}`", "T=8", *["2.00", "11.7", "none", "", ""] * 2]
@@ -169,11 +170,14 @@ def test_a_gpu_with_few_ops_has_a_line_and_no_columns(tmp_path: Path) -> None:
         synthetic.write(tmp_path, record([cell(8, 10**6, 2.0, op=op)], op=op), f"h200/{op}.json")
     one = record([cell(8, 10**6, 2.0, {"a": 3.0}, op=GATHER)], op=GATHER, gpu="NVIDIA B200")
     synthetic.write(tmp_path, one, f"b200/{GATHER}.json")
-    numbers = report.render_numbers(collect(tmp_path / "perf/results"))
-    assert line(numbers, "op")[2::5] == ["H200 µs"]
-    assert f"| `{GATHER}` |" not in numbers
+    every = report.render_report(collect(tmp_path / "perf/results")).split("\n## ")[1]
+    assert line(every, "op")[2::5] == ["H200 µs"]
+    assert f"| `{GATHER}` |" not in every
     told = "T=8 2.00 µs; % of ceiling 11.7; best peer 3.00 a; times as fast 1.50 (1.50 to 1.50)."
-    assert f"On the B200, `{GATHER}`: {told}" in " ".join(numbers.split())
+    assert f"On the B200, `{GATHER}`: {told}" in " ".join(every.split())
+    readme = report.render_numbers(collect(tmp_path / "perf/results"))
+    assert GATHER in report.README_OPS
+    assert "op_0" not in readme
 
 
 def test_rejected_rows_are_named_and_not_used() -> None:
@@ -195,9 +199,11 @@ def test_numbers_of_the_readme() -> None:
     assert line(text, f"`{synthetic.INSERT}`")[1:] == [
         "T=32768", "14.80", "83.6", "59.20 vllm-triton", "4.00 (2.00 to 8.00)", "6.70"
     ]  # fmt: skip
-    assert "None of 3 shapes is slower" in text
+    assert "none of 3 shapes with a peer is slower than it." in text
     cells[1] = cell(64, 103_424, 2.0, {"vllm-triton": 1.9})
-    assert "1 of 3 shapes are slower" in report.render_numbers(book(*cells))
+    told = " ".join(report.render_numbers(book(*cells)).split())
+    assert "1 of 3 shapes with a peer are slower than it, by however little" in told
+    assert f"`{synthetic.INSERT}` 1 of 3 (0.95)." in told
     assert report.render_numbers(Book((), ())).endswith("No kernel has been measured yet.")
 
 
@@ -249,21 +255,27 @@ def test_no_share_of_a_ceiling_is_above_100() -> None:
     assert line(section(report.render_report(book(one)), synthetic.INSERT), "T=1")[5] == ""
 
 
-README = f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\nrest\n"
+HEADLINE = f"# Title\n\n{report.HEADLINE_BEGIN}\nfirst\n{report.HEADLINE_END}\n"
+README = f"{HEADLINE}\n{report.BEGIN}\nold\n{report.END}\n\nrest\n"
 
 
 def test_numbers_are_put_between_the_markers() -> None:
-    new = report.insert_numbers(README, "new\ntext")
-    assert new == README.replace("old", "new\ntext")
-    assert report.insert_numbers(new, "new\ntext") == new
+    found = book(cell(1, 1616, 1.5))
+    new = report.fill(README, found)
+    texts = report.render_headline(found), report.render_numbers(found)
+    assert new == README.replace("first", texts[0]).replace("old", texts[1])
+    assert report.fill(new, found) == new
 
 
 @pytest.mark.parametrize(
-    "readme", ["", report.BEGIN, f"{report.END}{report.BEGIN}", README + report.BEGIN, README + report.END]
+    "numbers", ["", report.BEGIN, f"{report.END}{report.BEGIN}", README + report.BEGIN, README + report.END]
 )
-def test_a_readme_without_its_markers_is_refused(readme: str) -> None:
+def test_a_readme_without_its_markers_is_refused(numbers: str) -> None:
+    readme = numbers if numbers.startswith("# Title") else HEADLINE + numbers
     with pytest.raises(ValueError, match=r"README.md: expected one"):
-        report.insert_numbers(readme, "new")
+        report.fill(readme, book(cell(1, 1616, 1.5)))
+    with pytest.raises(ValueError, match=r"README.md: expected one <!-- headline:begin -->"):
+        report.fill(f"{report.BEGIN}{report.END}", book(cell(1, 1616, 1.5)))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -393,6 +405,9 @@ def test_layers_beside_the_peers_and_their_targets() -> None:
     ]
     assert line(readme, "v4-flash model")[1] == "3000.0"
     assert "1.11 in the geometric mean of 3 cells, 0.80 to 1.50. `model`" in " ".join(readme.split())
+    headline = " ".join(report.render_headline(made).split())
+    assert headline.startswith("On an NVIDIA H200 whole attention layers run 1.11 times as fast as the same layers")
+    assert "the geometric mean of 3 measured steps, which range from 0.80 to 1.50." in headline
     more = [
         layer_cell("v4-flash c128a decode b8 ctx65536", 50.0, {peer: 40.0}),
         layer_cell("v4-flash swa prefill 2048 ctx65536", 90.0),

@@ -5,6 +5,10 @@ environment of scripts/test_engines.sh, on a CPU; with the argument cuda on a GP
 The engine constructs the layers, binds caches whose pages lie apart as its own do, and runs its step between the
 linears and the projection: once for a prefill, then for the last rows as a decode batch, which must agree; on a GPU on
 three streams more, and once more in a captured graph. The platform is one that says it is a Hopper.
+
+On a CPU, with TRITON_INTERPRET=1 and CUDA_VISIBLE_DEVICES empty, the engine's own builders then make the metadata, of
+rows that are drafted tokens to an engine that drafts, and a prefill to one that does not: both must agree. On a GPU,
+`python -m perf engines` has the engine's own kernels beside it.
 """
 
 from __future__ import annotations
@@ -13,12 +17,14 @@ import dataclasses
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from cute_kernels.plugins import VARIABLE, vllm
+from perf import engine_layers
 from tests.plugins import seams, stubs
 from tests.plugins.fake_vllm import DECODES, MAX_LEN, MAX_TOKENS, TOKENS, TOP_K, metadata
 
@@ -238,10 +244,38 @@ def main(device: str = "cpu") -> None:
             parts = [layer, layer.compressor, layer.indexer, getattr(layer.indexer, "indexer_op", None)]
             names = ", ".join(type(part).__name__ for part in parts if part is not None)
             print(f"layer {number}: {names}; {layer.padded_heads} heads", flush=True)
-        build(config)
-    (said,) = vllm.PLUGIN.said
-    assert said.startswith("in use in vllm"), said
+        (said,) = vllm.PLUGIN.said
+        assert said.startswith("in use in vllm"), said
+        if device == "cuda":
+            build(config)
+        else:
+            check_builders(model)
     print(f"vllm: layers were constructed and ran: {said}")
+
+
+def check_builders(model: Any) -> None:
+    """Both classes of a batch, prefill and decode, by the engine's builders."""
+    import vllm.v1.attention.backends.mla.sparse_swa as builders
+
+    builders.get_mla_metadata = lambda: (SimpleNamespace(),)
+    batch = engine_layers.Batch("", ((3, 300), (3, 77)))
+    hidden = torch.randn(batch.rows, 256).bfloat16()
+    sizes = engine_layers.Sizes(
+        ("swa", "c4a", "c128a"), heads=4, groups=2, hidden=256, q_lora_rank=128, o_lora_rank=128, top_k=TOP_K,
+        fp8=False, max_len=MAX_LEN, max_rows=64, max_requests=8,
+    )  # fmt: skip
+    results = []
+    for drafts in (0, 2):
+        engine = engine_layers.Engine(model, replace(sizes, drafts=drafts), "cpu", (engine_layers.OURS,))
+        engine.bind_caches([batch])
+        found, positions = engine.build(batch)
+        swa = next(m for name, m in found.items() if name.endswith("swa_cache"))
+        assert (swa.num_decodes, swa.num_prefills) == ((2, 0) if drafts else (0, 2))
+        with engine.without_linears(batch.rows, fresh=True):
+            results.append([engine.run(engine_layers.OURS, n, hidden, found, positions) for n in range(3)])
+    for prefilled, decoded in zip(*results, strict=True):
+        assert prefilled.any()
+        torch.testing.assert_close(decoded, prefilled, atol=0.02, rtol=0.02)
 
 
 def build(config: Any) -> None:

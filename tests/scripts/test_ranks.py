@@ -19,8 +19,10 @@ from tests.scripts.runs import SCRIPT, run_script, status
 SHORT = ("--layer", 2, "--prefill", 70, "--batch", 2, "--decode", 2)
 
 
-def test_two_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str], thorough: bool) -> None:
     """The layer with an indexer, whose rows they divide."""
+    if not thorough:
+        pytest.skip("needs --thorough")
     path = tmp_path / "report.json"
     assert status("--tp", 2, "--tp-indexer", "rows", *SHORT, "--json", path) == 0
     printed = capfd.readouterr()
@@ -45,6 +47,53 @@ def test_sizes_that_do_not_fit_are_one_line(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == "run_layer.py: error: --tp: expected a divisor of the 2 output groups, got 3\n"
     assert status("--tp", 2, "--dump", "x.npz", "--layer", 0) == 2
     assert "argument --dump: not allowed with --tp" in capsys.readouterr().err
+    for arguments, message in (
+        (("--tp", 2, "--cp", 3), "--cp: expected a divisor of the 8 heads of a rank, got 3"),
+        (("--tp", 4, "--cp", 2), "--tp: expected a divisor of the 2 output groups, got 4"),
+        (("--cp", 2, "--kv-cache", "bf16"), "--cp-kv sharded: expected --kv-cache fp8_ds_mla, got bf16"),
+        (("--tp", 2, "--dcp", 2, "--kv-cache", "fp8"), "--dcp: expected --kv-cache fp8_ds_mla, got fp8"),
+        (("--tp", 2, "--dcp", 3), "argument --dcp: expected a divisor of the 2 ranks of --tp, got 3"),
+        (("--cp", 2, "--dcp", 2), "argument --dcp: not allowed with --cp, whose ranks share out the entries already"),
+        (("--model", "v4.1-flash", "--cp", 2), "--cp: layers of V4.1 do not take it"),
+    ):
+        assert status(*arguments) == 2
+        assert capsys.readouterr().err == f"run_layer.py: error: {message}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "ranks"),
+    [
+        (("--tp", 2, "--cp", 2, "--tp-indexer", "rows", "--layer", 2), 4),
+        (("--cp", 2, "--cp-kv", "replicated", "--layer", 2), 2),
+        (("--tp", 2, "--dcp", 2, "--layer", 3), 2),
+    ],
+)
+def test_ranks_that_share_a_context(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: tuple[object, ...], ranks: int, thorough: bool
+) -> None:
+    if ranks == 2 and not thorough:
+        pytest.skip("needs --thorough")
+    path = tmp_path / "report.json"
+    more = "--prefill", 300, "--chunk", 512, "--batch", 2, "--decode", 2, "--json", path
+    assert status(*arguments, *more) == 0
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    assert "FAIL" not in printed.out
+    assert printed.out.count(f"PASS {ranks} ranks = one process") == 1
+    (layer,) = json.loads(path.read_text())["layers"]
+    names = {check["name"] for check in layer["checks"] if check["passed"]}
+    assert {"all ranks hold the same bytes", "caches hold the bytes of one process"} <= names
+    assert len(layer["exchanged"]) == ranks
+    sharded = "replicated" not in arguments
+    assert ("PASS shared caches are one process's together" in printed.out) == sharded
+    for rank in layer["exchanged"]:
+        by_name = {row["collective"]: row for row in rank}
+        assert all(row["seconds"] > 0 and row["over"] == "gloo" for row in rank)
+        assert ("all_to_all" in by_name) == sharded
+        if sharded:
+            # of a head 512 values a row and LSEs for four, in fp32: steps of 1, 2 and 1 rows, from one other rank
+            assert by_name["all_to_all"]["bytes"] == 16 // ranks * 4 * (4 * 512 + 3 * 4)
 
 
 @pytest.mark.slow

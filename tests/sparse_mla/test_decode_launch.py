@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels import formats
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla import schedule
@@ -21,6 +22,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.models import MODELS
 from cute_kernels.sparse_mla import combine, launch, select
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
+from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import SmallHeadsDecodeKey
 
 SMS = 132
@@ -196,6 +198,66 @@ def test_many_heads_are_for_hoppers_kernel(gpu: Launches) -> None:
         key, given = gpu.decodes[-1]
         assert isinstance(key, kind)
         assert given["ctas"] == SMS * key.ctas_per_sm
+
+
+def v41(heads: int, window: Any = formats.FP8_DS_MLA, tokens: int = 1, **changes: Any) -> dict[str, Any]:
+    """Arguments of a call with entries in NVFP4."""
+    return {
+        "q": torch.zeros(2, tokens, heads, 512, dtype=torch.bfloat16),
+        "k_cache": window.allocate(5, 8),
+        "kv_format": window.id,
+        "indices": torch.zeros(2, tokens, 64, dtype=torch.int32),
+        "extra_k_cache": formats.NVFP4_V41.allocate(3, 32),
+        "extra_kv_format": formats.NVFP4_V41.id,
+        "extra_indices": torch.zeros(2, tokens, 70, dtype=torch.int32),
+        "topk_length": None,
+        "extra_topk_length": None,
+        "attn_sink": None,
+        "out": torch.zeros(2, tokens, heads, 512, dtype=torch.bfloat16),
+        "lse": torch.zeros(2, heads, tokens),
+        **changes,
+    }
+
+
+def test_records_of_v41(gpu: Launches) -> None:
+    """Whole rows of few heads go to the kernel with keys on the long side; few rows, splits, partial results and rows
+    of uneven distances, as those of many heads, to the one for all."""
+    one = {"num_splits": 1}
+    wide = torch.zeros(2, 3, 8, 512, dtype=torch.bfloat16)
+    partial = torch.zeros(2, 1, 8, 512)
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    for call, kind, heads in (
+        (v41(8), DecodeKey, 16),
+        (v41(8, tokens=40), DecodeSwapAbKey, 8),
+        (v41(13, formats.MXFP8_V41, tokens=3, **one), DecodeSwapAbKey, 16),
+        (v41(8, **one), DecodeSwapAbKey, 8),
+        (v41(8, tokens=2, q=wide[:, :2], **one), DecodeKey, 16),
+        (v41(8, num_splits=2, workspace=memory), DecodeKey, 16),
+        (v41(8, split_tokens=64, workspace=memory), DecodeKey, 16),
+        (v41(8, out=partial, **one), DecodeKey, 16),
+        (v41(17), DecodeKey, 32),
+        (v41(64, formats.MXFP8_V41), DecodeKey, 64),
+    ):
+        gpu.run(**call)
+        key, given = gpu.decodes[-1]
+        assert type(key) is kind
+        assert key.heads == heads
+        assert (key.format0, key.format1) == (call["kv_format"], formats.NVFP4_V41.id)
+        assert given["cache1"] is call["extra_k_cache"]
+
+
+def test_records_of_v41_have_kernels_on_hopper_alone(gpu: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"extra_block_table": torch.zeros(2, 3, dtype=torch.int32), "extra_length": torch.zeros(2, 1).int()}
+    dense = {**v41(8), **DENSE, **table}
+    beside_bf16 = v41(64, formats.PLAIN_BF16)
+    for call, why in ((dense, "with extra_block_table"), (beside_bf16, "plain_bf16/1 and nvfp4_v41/1")):
+        found = launch.why_not_decode(DecodeCall(*arguments(**call).values()))
+        assert "supported on sm_90a, beside fp8_ds_mla/1 or each other, with extra_indices; got sm_90a" in found
+        assert found.endswith(why)
+    monkeypatch.setattr(select, "arch_of", lambda index: "sm_100a")
+    assert "got sm_100a" in launch.why_not_decode(DecodeCall(*arguments(**v41(64)).values()))
+    with pytest.raises(ValueError, match="kv_format: expected one of"):
+        OPS["sparse_mla_decode"].check(*arguments(**v41(8, formats.NVFP4_V41)).values())
 
 
 def test_shapes_choose_the_kernel_that_deals_work(gpu: Launches, monkeypatch: pytest.MonkeyPatch) -> None:

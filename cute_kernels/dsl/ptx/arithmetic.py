@@ -346,6 +346,18 @@ def bf16x2_of_codes(word: Any, left: int) -> Any:
     )
 
 
+def bf16x2_of_nibbles(even: Any, odd: Any, number: int) -> Any:
+    """sm_70 and up. The e2m1 codes at the top of byte `number` of both words as bf16, times 2^-126. Exact: each byte
+    comes with eight copies of its sign above it."""
+    selector = (12 + number) << 12 | (4 + number) << 8 | (8 + number) << 4 | number
+    return inline_ptx(
+        f"{{ .reg .b32 t; prmt.b32 t, {{$r0}}, {{$r1}}, {selector}; shl.b32 t, t, 2; "
+        "and.b32 {$w0}, t, 0x81c081c0; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(even), Int32(odd)],
+    )
+
+
 def bf16x2_of_two_codes(word: Any, pair: int) -> Any:
     """sm_70 and up. As bf16x2_of_codes, of the codes in bytes 2 * pair and 2 * pair + 1 of a word. Three instructions:
     each byte comes with eight copies of its sign above it."""

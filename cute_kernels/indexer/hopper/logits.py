@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 scores on Hopper (mqa_logits, paged_mqa_logits): e4m3 products by wgmma, heads summed in registers.
 
+A persistent CTA takes work tiles (params.TileScheduler): a group of one to four query rows of a request, and a share
+of the keys that they see. Operands are swapped: wgmma's first one is keys (M = 64 of them, a tile), its second one
+queries (N = heads times rows of the group, a tile's columns), so that a key's products of all heads lie in four lanes.
+
     warps 0 ..     2 to 4 consumer warpgroups: wgmma, epilogue; each has every second (third, fourth) tile of the CTA
     then 2 to 4    producer warps, one for each consumer warpgroup (producer.py)
     then 1         fill warp: writes -inf where a row sees no key, if that is wanted (params.Fill)
@@ -11,9 +15,16 @@
     scales    gmem ----> ring of keys                                                           v
     weights   gmem ----> ring of queries                               scores, one key and every second row a lane
 
-A tile is 64 keys; its columns are the heads of a group's rows. Products of four rows are in two accumulators. While the
-tensor cores multiply one, the threads add up the other, from tile to tile; but products that are under way must not
-cross the end of a loop (see dsl.wgmma), so a round of the mainloop takes two tiles.
+    ring      full                                              empty                      waits for full, for empty
+    keys      codes, scales and header of a tile are there      consumer warps used them   consumer, producer warp
+    queries   codes, weights and windows of a group are there   its last tile is done      consumer, producer warp
+
+A stage of either ring always belongs to the same consumer warpgroup and its producer warp: 8 to 12 stages of keys
+(STAGES), which consumers have in turn, and two of queries for each (QUERY_STAGES).
+
+Products of four rows are in two accumulators. While the tensor cores multiply one, the threads add up the other, from
+tile to tile; but products that are under way must not cross the end of a loop (see dsl.wgmma), so a round of the
+mainloop takes two tiles.
 """
 
 from __future__ import annotations

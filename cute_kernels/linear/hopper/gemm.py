@@ -7,18 +7,25 @@ of `a` and of `b` by bulk tensor copies into a ring of stages. Consumer warpgrou
 chunk with about 14 bits, its products are scaled and added to fp32 totals (promoted). While one warpgroup promotes, the
 tensor cores work for another. Scales, which may lie anywhere, go from memory to the registers of those who promote.
 
-    warps 0 .. 4 W - 1    W consumer warpgroups: wgmma, promotion, epilogue. Of the tile's rows, warpgroup w has 64 from
-                          64 w on, and with more `waves` 64 of every 64 W: one product of 64 rows after the other
-    warp 4 W              producer: a dependent's first `b` before it waits for the kernel ahead, then `a` and `b`
+    warps 0 .. 4 W - 1    W consumer warpgroups: wgmma, promotion, epilogue. Warpgroup w has the M block of 64 rows from
+                          64 w on, and with more `waves` that of every 64 W rows, one product after the other
+    warp 4 W              producer: with PDL brings the first stages' `b`, a constant operand, before its
+                          griddepcontrol.wait, and their `a` behind it; then chunk after chunk of both
     (three more warps complete the warpgroup, whose registers the consumers get)
 
     stage                 a [rows, 128 bytes of K], b [columns, 128 bytes of K], both with the 128-byte swizzle
 
+    barrier     full                                  empty                              waits for full, for empty
+    ring        a chunk of a and b (TMA bytes)        consumer warps' products are done  consumers, producer
+    received    all splits' shares (with splits)      none: one work tile a cluster      consumers
+    START       (named) warpgroup 0 is `lag` chunks ahead, and warpgroup 1 begins: one stores while the other multiplies
+
 bf16 operands have no scales: the tensor cores add up all chunks, of 64 columns, in one fp32 accumulator.
 
-What binds is shared memory, then the power of the chip. A product of 64 x 128 reads 24 KB of shared memory in the 256
-clocks that it takes, and the copies of the operands write (rows + columns) * 128 bytes in rows * columns / 32 clocks:
-together 160 bytes a clock with 128 x 128 tiles and 144 with 256 x 128, of 128 that there are.
+What binds is shared memory, which moves 128 bytes a clock, then the power of the chip. A product of 64 x 128 reads 24
+KB of it in the 256 clocks that it takes, and the copies of the operands write (rows + columns) * 128 bytes in
+rows * columns / 32 clocks. To multiply all the time a tile of 128 x 128 would need 160 bytes a clock and one of
+256 x 128 144: the tensor cores are busy 80% and 89% of the time at most. So tiles are large.
 
 Where there are fewer work tiles than multiprocessors K is cut (`splits`): the CTAs of a cluster have a split of one
 work tile each, and send their totals to each other. Each adds up a share of the tile, split by split, and stores it:

@@ -21,6 +21,11 @@ tokens, so a token's bits do not depend on its batch.
                     swizzle; e4m3: fp32 scales of the tokens, then that of the weight
     received        [split, blocks of 8 tokens, 4 warps, 32 lanes] 16 bytes, for each consumer warpgroup
 
+    barrier     full                                        empty                          waits for full, for empty
+    ring        weights, tokens (TMA), scales (cp.async)    consumer warps are done        consumers, warps 8 and 9
+    received    sums of all splits have come                CTAs have read what they got   consumers, consumers
+    turn        (not of 128 outputs) the other warpgroup has multiplied the work tile before, one for each warpgroup
+
 e4m3: the tensor cores sum a chunk of 128 with about 14 bits; each chunk is scaled and added to fp32 totals in order.
 bf16: the tensor cores add to one fp32 accumulator.
 

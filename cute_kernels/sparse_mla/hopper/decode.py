@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sparse_mla_decode on Hopper (fp8_ds_mla caches): both products by wgmma, KV dequantized on its way to them.
+"""sparse_mla_decode on Hopper (fp8_ds_mla caches, V4.1's own): both products by wgmma, KV dequantized on its way.
 
 A cluster of two CTAs takes work tiles (params.TileScheduler): a split of a query row's KV, a head group. CTA r of it
 has columns 256 r ... 256 r + 255 of Q, K, V and O, so nothing is loaded, converted or multiplied twice; K and V are the
-same matrix, the dequantized rows. S = Q K^T needs both: the CTAs send each other their part of S, each does the softmax
-of half of the heads, and they send each other those rows of P. Where rows may be of unequal length (DecodeKey.dealt),
-all threads of a CTA first run planner.py, which decides on the cluster's work tiles. Warpgroups of a CTA:
+same matrix, the dequantized rows. S = Q K^T sums over the columns of both CTAs: they send each other their partial S,
+each does the softmax of half of the heads, and they send each other those rows of P. Where rows may be of unequal
+length (DecodeKey.dealt) all threads first run planner.py, which deals work tiles to clusters. Warpgroups of a CTA:
 
-    0, 1   QK and softmax, ping-pong    copy Q, S = Q K^T, exchange of S, softmax, exchange of P      QkSoftmax
+    0, 1   QK and softmax, ping-pong    copy Q, partial S, exchange of S, softmax, exchange of P      QkSoftmax
     2      PV and epilogue              O += P V, out                                                 PvEpilogue
     3, 4   dequantizers, ping-pong      fp8 -> bf16, K and V at once                                  Dequantizer
     5      producer                     indices -> rows, their copies                                 Producer
@@ -15,17 +15,31 @@ all threads of a CTA first run planner.py, which decides on the cluster's work t
     indices  gmem --> producer (index, then page and row of each key of a tile)
     rows     gmem --bulk copy--> fp8 ring [4 stages of 32 keys] --+--dequantizers--> KV ring [4 tiles, bf16, swizzled]
     scales   gmem --cp.async---> scale, same stages --------------+                     |                     |
-    Q        gmem --cp.async--> q --------------------------------------------wgmma--> S of 256 columns       |
-                                      other CTA <-- s_partial (its 8 of 16 heads) <--- |                      |
-                                                                                       v softmax              |
-                                      other CTA <-- p, factor -------------------------+                      |
-                                      own P  --> s_partial, factor --------------------+--> P in registers --wgmma--> O
-                                                                                                              |
-    out      gmem <--------------------------- by way of the last tile's KV stage ----------------------------+
+    Q        gmem --cp.async--> q -------------wgmma--> partial S [64 heads, 64 keys] of 256 of 512 columns   |
+                           other CTA <-- partial S of its heads, to s_partial <--- |                          |
+                                                                                   v + other's part, softmax  |
+                           other CTA <-- P, rescale factors of O, to p, factor <---+                          |
+                           the same to s_partial, whose S has been read, factor <--+--> P in registers --wgmma--> O
+    out      gmem <--- bf16: through the memory of the last tile's KV stage; fp32, codes: from registers <----+
 
-A tile is 64 keys. Its 256 columns are cut into slabs of 64; a slab of a tile is [64 keys, 128 bytes] of bf16, in the
-layout of the 128-byte swizzle: 16-byte chunk c of row r lies at chunk c ^ (r % 8). perf/notes/decode.md has why,
-perf/log/decode.md what was tried.
+    barrier     full                                          empty                     waits for full, for empty
+    fp8         rows and scales of 32 keys, a tile's header   dequantizers loaded it    dequantizers, producer
+    kv          dequantizers stored a tile                    PV is done with it        softmax, dequantizers
+    p           P, factors and target of both CTAs' softmax   PV of both CTAs took P    PV, softmax before it sends S
+    s_partial   the other CTA's partial S                     none: p's                 softmax
+    q           a work tile's queries                         q_done: its last Q K^T    softmax, softmax
+    row_max     a tile's running maxima (row_sum: sums), for which the softmax warpgroups take turns, warp by warp
+
+s_partial[i] is written by the other CTA (partial S of tile t), then by this one (P of tile t), which PV reads: S of
+tile t + 2 may come when PV of both CTAs has P of tile t in registers (of a work tile's last tile: has stored O), which
+is p.empty of the same parity. PV does not wait for kv.full: p.full implies it. Headers need no empty: that of tile t is
+written over by tile t + 8, and at most 6 tiles are on their way, 2 in the fp8 ring and 4 in the KV ring, as
+dequantizers wait for a free stage of the latter before they release one of the former.
+
+Scales of V4.1's own records lie behind their columns in the fp8 ring. A tile is 64 keys, and of 256 columns four slabs:
+[64 keys, 128 bytes] of bf16, in the layout of the 128-byte swizzle: 16-byte chunk c of row r lies at chunk c ^ (r % 8).
+Geometry, shared memory and barriers are in decode_smem.py, the dequantizers in decode_dequantize.py. perf/notes has why
+and perf/log what was tried: decode.md.
 """
 
 from __future__ import annotations
@@ -33,7 +47,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -42,13 +56,59 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, ptx, wgmma
-from cute_kernels.dsl.convert import bf16_high, bf16_low, bf16_pairs_of_e4m3
+from cute_kernels.dsl.convert import bf16_high, bf16_low
 from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.reduce import over_quad, pairwise
 from cute_kernels.dsl.tensor import length
 from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair
-from cute_kernels.formats import FP8_DS_MLA
+from cute_kernels.formats import FP8_DS_MLA, NVFP4_V41
 from cute_kernels.kv_cache.query_norm import inverse_rms
+from cute_kernels.sparse_mla.hopper.decode_dequantize import E2M1_SHIFT, Dequantizer
+from cute_kernels.sparse_mla.hopper.decode_smem import (
+    CLUSTER,
+    CURSOR,
+    DEQUANT_REGISTERS,
+    DIM,
+    END,
+    EPILOGUE_BARRIER,
+    EXTRA,
+    FACTOR,
+    FIRST,
+    FIRST_DEQUANT_THREAD,
+    FIRST_PRODUCER_THREAD,
+    FIRST_PV_THREAD,
+    FP8_KEYS,
+    FP8_STAGES,
+    HEADER,
+    HEADERS,
+    HEADS_BIT,
+    KEYS,
+    KV_STAGE_BYTES,
+    KV_STAGES,
+    LAST,
+    LAST_SLAB,
+    ODD,
+    OWN_HEADS,
+    P_BYTES,
+    P_STAGES,
+    PARTS,
+    PING_PONG,
+    PRODUCER_REGISTERS,
+    PV_REGISTERS,
+    ROWS,
+    S_PARTIAL_BYTES,
+    SLAB_ROW_BYTES,
+    SOFTMAX_BARRIER,
+    SOFTMAX_REGISTERS,
+    TARGET,
+    WARP_KEYS,
+    WORDS_BYTES,
+    Bars,
+    RecordPart,
+    Smem,
+    smem_bytes,
+    smem_parts,
+)
 from cute_kernels.sparse_mla.hopper.planner import THREADS, Planner
 from cute_kernels.sparse_mla.kernel_args import DecodeArgs, DecodeKernelKey, fake_decode
 from cute_kernels.sparse_mla.params import (
@@ -61,181 +121,9 @@ from cute_kernels.sparse_mla.params import (
     TileScheduler,
     out_scale_of,
 )
-from cute_kernels.sparse_mla.schedule import MOST_DEALT, TILE
-
-# ---- config
-
-CLUSTER = 2
-"""CTAs that share a work tile."""
-
-KEYS = TILE
-DIM = 512 // CLUSTER
-"""Columns of a CTA."""
-
-SLAB = 64
-SLABS = DIM // SLAB
-LAST_SLAB = SLABS - 1
-"""In CTA 1, the rotary columns."""
-
-ROWS = 64
-"""Rows of S, P and O, whatever the heads: what tensor cores take. Fewer heads leave rows of P that are zero and rows of
-O that nobody stores; the tensor cores' time for them is there, since dequantization takes longer."""
-
-OWN_HEADS = 8
-"""Of every 16 heads: CTA r of the cluster does the softmax of the r-th 8."""
-
-PING_PONG = 2
-"""Warpgroups that dequantize, and that do QK and softmax: they take tiles in turn."""
-
-FP8_STAGES, KV_STAGES, P_STAGES = 4, 4, 2
-"""32 keys of a tile as the cache has them; tiles of bf16; tiles of P."""
-
-HEADERS = 8
-"""At least the tiles that can be on their way from the producer to the softmax."""
-
-FIRST_PV_THREAD, FIRST_DEQUANT_THREAD, FIRST_PRODUCER_THREAD = 256, 384, 640
-SOFTMAX_BARRIER, EPILOGUE_BARRIER = 1, 3
-
-SOFTMAX_REGISTERS, PV_REGISTERS, DEQUANT_REGISTERS, PRODUCER_REGISTERS = 72, 176, 64, 32
-"""Per thread, in steps of 8; all six warpgroups together have 480, what they are launched with."""
-
-
-# ---- shared memory
-
-SLAB_BYTES = KEYS * SLAB * 2
-SLAB_ROW_BYTES = SLAB * 2
-KV_STAGE_BYTES = SLABS * SLAB_BYTES
-
-FP8_KEYS = KEYS // 2
-"""Of a piece of a tile, which is a stage of the fp8 ring."""
-
-FP8_PITCH = DIM + SLAB
-"""Bytes of a CTA's part of a row, as the cache has it, in CTA 0 and a gap that keeps banks apart; in CTA 1, whose
-rotary columns are bf16 already, none."""
-
-FP8_STAGE_BYTES = FP8_KEYS * FP8_PITCH
-
-HEADER = 32
-"""Bytes of a tile's header: flags and, from HEADS_BIT on, heads of its work tile; the work tile; address of its
-queries. Of every 16 keys, which are skipped."""
-
-HEADS_BIT = 8
-
-FIRST, LAST, END, ODD = 1, 2, 4, 8
-"""Flags of a tile: it begins a work tile; it ends one; there is no such tile; its work tile is the cluster's second,
-fourth ..."""
-
-CURSOR = 64
-"""Bytes of a producer warp's cursor, see Producer."""
-
-FACTOR = 8
-"""Bytes of a head's factors: what to multiply O with before a tile, and what behind a work tile's last one."""
-
-TARGET = 16
-"""Bytes of a tile's target: flags; of a work tile's last tile, heads that are there, address of their rows of O, or
-where codes are stored, the query row and the first head."""
-
-S_PARTIAL_BYTES = ROWS // 2 * KEYS * 4
-P_BYTES = ROWS // 2 * KEYS * 2
-WORDS_BYTES = 128 * 16
-"""Four words of each thread of a warpgroup."""
-
-BARRIERS = 2 * (FP8_STAGES + KV_STAGES + P_STAGES) + PING_PONG + 1 + 4 + 4 + 4
-
-
-class Smem(NamedTuple):
-    """Addresses in shared memory, 32 bits wide; by default sizes in bytes, see smem_parts.
-    The first two are 1024-byte aligned.
-
-    q            [4 slabs][64 heads][64] bf16
-    kv           [4 stages][4 slabs][64 keys][64] bf16: K, and V
-    p            [2 stages][2][128 threads][8] bf16: P of the other CTA's heads, as the threads hold it
-    s_partial    [2 warpgroups][4][128 threads][4] fp32: the other CTA's part of S, as the threads hold it;
-                 then, where half of it was, P of this CTA's heads, as in p
-    fp8          [4][32 keys][FP8_PITCH] parts of rows, as the caches have them
-    scale        [4][32 keys] 4 scale bytes
-    header       [8] headers of tiles
-    cursor       [4 producer warps] where it is
-    factor       [2 stages][2 CTAs][4 warps][8] factors
-    target       [2 stages] targets
-    row_max      [4 warps][8 heads] running maxima
-    row_sum      [128 threads] running sums
-    dealt        [16] the cluster's work tiles, see TileScheduler
-    """
-
-    q: Any = ROWS * DIM * 2
-    kv: Any = KV_STAGES * KV_STAGE_BYTES
-    p: Any = P_STAGES * P_BYTES
-    s_partial: Any = PING_PONG * S_PARTIAL_BYTES
-    fp8: Any = FP8_STAGES * FP8_STAGE_BYTES
-    scale: Any = FP8_STAGES * FP8_KEYS * 4
-    header: Any = HEADERS * HEADER
-    cursor: Any = 4 * CURSOR
-    factor: Any = P_STAGES * ROWS * FACTOR
-    target: Any = P_STAGES * TARGET
-    row_max: Any = ROWS // 2 * 4
-    row_sum: Any = 128 * 4
-    dealt: Any = (1 + MOST_DEALT) * 4
-
-
-def smem_parts() -> dict[str, int]:
-    """Bytes of everything but the barriers, in order."""
-    return Smem()._asdict()
-
-
-def smem_bytes() -> int:
-    return sum(smem_parts().values()) + BARRIERS * 8
-
-
-@dataclass(frozen=True)
-class Bars:
-    """Two CTAs' mbarriers, and what completes their phases.
-
-    fp8         full: all bytes of 32 keys' rows and scales, and the tile's header are there. empty: dequantizer
-                warps have loaded them
-    kv          full: dequantizer warps have stored a tile. empty: PV warps are done with it
-    p           full: softmax warps have stored their rows of P and their factors, and all bytes of the other CTA's are
-                there. empty: both CTAs' PV warps are done with them
-    s_partial   of each softmax warpgroup: all bytes of the other CTA's part of S are there
-    q           a work tile's queries are there
-    q_done      of each softmax warp: a work tile's last Q K^T is done, and another work tile follows
-    row_max     of each softmax warp: the running maxima are a tile's
-    row_sum     of each softmax warp: the running sums are a tile's
-    """
-
-    fp8: barriers.Ring
-    kv: barriers.Ring
-    p: barriers.Ring
-    s_partial: Any
-    q: Any
-    q_done: Any
-    row_max: Any
-    row_sum: Any
-
-    @classmethod
-    def allocate(cls, smem: SmemAllocator) -> Bars:
-        rings = (barriers.Ring.allocate(smem, stages) for stages in (FP8_STAGES, KV_STAGES, P_STAGES))
-        return cls(*rings, *(smem.allocate_array(Int64, count) for count in (PING_PONG, 1, 4, 4, 4)))
-
-    def initialize(self) -> None:
-        """By one thread; the cluster synchronizes afterwards."""
-        # of each producer warp that has keys in it one thread, and the copies of scales
-        self.fp8.initialize(2 + FP8_KEYS, 4)
-        self.kv.initialize(4, 4)
-        self.p.initialize(4, 4 * CLUSTER)
-        barriers.initialize(self.s_partial, PING_PONG, 1)
-        barriers.initialize(self.q, 1, 128)
-        for of_warps in (self.q_done, self.row_max, self.row_sum):
-            barriers.initialize(of_warps, 4, 1)
-        cute.arch.mbarrier_init_fence()
-
 
 # ---- producer
 
-WARP_KEYS = 16
-"""Of a tile, by a producer warp."""
-
-ROW_BYTES = FP8_DS_MLA.data_bytes
 NEVER = 2**30
 
 
@@ -253,11 +141,14 @@ class Producer:
         sign bit
         addresses of the work tile's rows of both lists
         heads of the work tile, length of the next one's extra list, address of the work tile's queries
+
+    config   DecodeKey or what else has heads, second, parts and has_two_formats: decode_swap_ab.py has its records
+             copied by this role, too
     """
 
-    config: DecodeKey
-    bars: Bars
-    smem: Smem
+    config: Any
+    bars: Any
+    smem: Any
     rank: Any
     scheduler: TileScheduler
     q: Query
@@ -279,6 +170,9 @@ class Producer:
             odd = Int32(ODD) if first < 0 else Int32(0)
             flags = odd | (Int32(FIRST) if tile == first & 0x7FFFFFFF else Int32(0))
             flags = flags | (Int32(LAST) if tile == end - 1 else Int32(0))
+            is_first = tile < tiles0
+            if const_expr(self.config.has_two_formats):
+                flags = flags if is_first else flags | EXTRA
             if end == NEVER:
                 flags = Int32(END)
                 ends = ends + 1
@@ -291,7 +185,8 @@ class Producer:
             is_valid, source = self.resolve_row(index, tile, tiles0)
             # on its way while rows are copied; into the register just served, as a move would wait for it
             index = self.load_index()
-            self.copy_tile_async(is_valid, source, (flags | heads << HEADS_BIT, work_tile, low, high), number)
+            header = flags | heads << HEADS_BIT, work_tile, low, high
+            self.copy_tile_async(is_valid, source, header, number, is_first)
             number = number + 1
 
     @cute.jit
@@ -409,8 +304,12 @@ class Producer:
                 extra_page = index
             page, inside = (page if is_first else extra_page), (inside if is_first else extra_inside)
         is_valid = index >= 0 and page < pages
-        row = inside * ROW_BYTES + self.rank * DIM
-        scales = rows * ROW_BYTES + inside * 8 + self.rank * 4
+        parts = self.config.parts
+        row, scales = parts[0].offsets(inside, rows, self.rank)
+        if const_expr(self.config.has_two_formats):
+            is_first = tile < tiles0
+            extra_row, extra_scales = parts[1].offsets(inside, rows, self.rank)
+            row, scales = (row if is_first else extra_row), (scales if is_first else extra_scales)
         return is_valid, base + Int64(page) * stride + Int64(row if self.has_row else scales)
 
     @property
@@ -419,14 +318,17 @@ class Producer:
         return self.thread % 32 < WARP_KEYS
 
     @cute.jit
-    def copy_tile_async(self, is_valid: Any, source: Any, header: Any, number: Any) -> None:
-        """Start to copy the cluster's tile of that number, once its stages are empty."""
+    def copy_tile_async(self, is_valid: Any, source: Any, header: Any, number: Any, is_first: Any) -> None:
+        """Start to copy the cluster's tile of that number, once its stages are empty. is_first: of the first list"""
         warp = cute.arch.make_warp_uniform(self.thread // 32)
         piece = 2 * number + warp // 2
         stage, key = piece % FP8_STAGES, self.key % FP8_KEYS
         full = self.bars.fp8.full(stage)
         self.bars.fp8.wait_empty(stage, piece // FP8_STAGES & 1)
-        row_bytes = DIM + self.rank * SLAB
+        parts = self.config.parts
+        row_bytes = parts[0].row_bytes(self.rank)
+        if const_expr(self.config.has_two_formats):
+            row_bytes = row_bytes if is_first else parts[1].row_bytes(self.rank)
         valid = cute.arch.vote_ballot_sync(is_valid) & (2**WARP_KEYS - 1)
         if self.thread % 32 == 0:
             header_at = self.smem.header + number % HEADERS * HEADER
@@ -434,159 +336,38 @@ class Producer:
             if warp == 0:
                 ptx.store_shared_128(header_at, header)
             cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(valid) * row_bytes)
+        if const_expr(self.config.has_two_formats):
+            if is_first:
+                self.copy_share_async(parts[0], is_valid, source, stage, key, row_bytes, full)
+            else:
+                self.copy_share_async(parts[1], is_valid, source, stage, key, row_bytes, full)
+        else:
+            self.copy_share_async(parts[0], is_valid, source, stage, key, row_bytes, full)
+
+    @cute.jit
+    def copy_share_async(
+        self,
+        part: cutlass.Constexpr,
+        is_valid: Any,
+        source: Any,
+        stage: Any,
+        key: Any,
+        row_bytes: Any,
+        full: Any,
+    ) -> None:
+        """Start to copy the thread's share of a key: its row or its scales."""
         if self.has_row:
             if is_valid:
-                target = self.smem.fp8 + stage * FP8_STAGE_BYTES + key * FP8_PITCH
+                target = self.smem.fp8 + stage * part.stage + key * part.pitch
                 ptx.copy_bulk(target, source, row_bytes, full.toint())
+        elif const_expr(part.scale_bytes == 0):
+            cute.arch.mbarrier_arrive(full)
         else:
             source = source if is_valid else self.sources.cache.base
-            target = self.smem.scale + (stage * FP8_KEYS + key) * 4
-            ptx.copy_async_or_zero(target, source, 4, Int32(4) if is_valid else Int32(0))
+            size = const_expr(part.scale_bytes)
+            target = part.scales_at(self.smem, stage, key)
+            ptx.copy_async_or_zero(target, source, size, Int32(size) if is_valid else Int32(0))
             cute.arch.cp_async_mbarrier_arrive_noinc(full)
-
-
-# ---- dequantization
-
-CHUNKS = SLABS + 1
-"""16-byte loads of a thread per row: one of each fp8 slab, two of the rotary one."""
-
-STAGE_SLAB_BYTES = FP8_KEYS * SLAB * 2
-"""Of 32 keys: from a thread's first row to its second, 32 keys further."""
-
-ONES = 0x7F7F7F7F
-"""Scale bytes that say 1."""
-
-LARGE = (-0x7F7F7F80, 0x00808080)
-"""Of the scale bytes of a CTA's slabs, the bits that make a scale 2 or more."""
-
-LEAST_POWER, NAN = 0x0040, 0x7FC0
-"""bf16 bits of 2^-127, which is subnormal, and of a NaN: scale bytes 0 and 255."""
-
-
-@dataclass(frozen=True)
-class Dequantizer:
-    """A dequantizer warpgroup: converts every second tile, from `warpgroup` on, to bf16.
-
-    A thread has a share of two rows of a tile, 32 keys apart: of each, 16 neighbouring fp8 columns of every slab,
-    which become two chunks of 16 bytes, or twice 8 rotary ones, which are chunks already.
-    """
-
-    bars: Bars
-    smem: Smem
-    rank: Any
-    thread: Any
-    warpgroup: Any
-
-    @cute.jit
-    def run(self) -> None:
-        """Fill every second stage of the KV ring."""
-        bars, smem = self.bars, self.smem
-        lane = self.thread % 32
-        warp = cute.arch.make_warp_uniform(self.thread // 32)
-        quad, member = lane // 4, lane % 4
-        row = warp * 8 + quad
-        raw = cute.make_rmem_tensor((2 * CHUNKS * 4,), Int32)
-        scales = cute.make_rmem_tensor((2,), Int32)
-        exact = cute.make_rmem_tensor((2,), Int32)
-        # where the thread's first chunk lies, if it has 2 m and 2 m + 1, or m and m + 4
-        row_at = smem.kv + row * (SLAB * 2)
-        fp8_at, rope_at = row_at + ((2 * member ^ quad) << 4), row_at + ((member ^ quad) << 4)
-        raw_at, scale_at = smem.fp8 + row * FP8_PITCH + member * 16, smem.scale + row * 4
-
-        # of both pieces of a tile
-        fp8_stages = [2 * self.warpgroup, 2 * self.warpgroup + 1]
-        tile, flags = self.warpgroup, Int32(0)
-        while flags & END == 0:
-            for piece in range_constexpr(2):
-                bars.fp8.wait_full(fp8_stages[piece], tile // PING_PONG & 1)
-                exact[piece] = ptx.load_shared_s32(scale_at + fp8_stages[piece] * (FP8_KEYS * 4))
-                self.load(raw, piece, raw_at + fp8_stages[piece] * FP8_STAGE_BYTES)
-            stage = tile % KV_STAGES
-            header_at = smem.header + tile % HEADERS * HEADER
-            bars.kv.wait_empty(stage, tile // KV_STAGES & 1)
-            flags = ptx.load_shared_s32(header_at)
-            if flags & END == 0:
-                skipped = [ptx.load_shared_s32(header_at + 16 + (warp // 2 + 2 * piece) * 4) for piece in range(2)]
-                is_large = self.set_scales(scales, exact)
-                # the last slab first: once its words, which were loaded last, can be stored, all others are there too;
-                # an arrival alone does not wait for loads whose values nobody has used
-                last_at = stage * KV_STAGE_BYTES + LAST_SLAB * SLAB_BYTES
-                if self.rank != 0:
-                    self.move(raw, LAST_SLAB, rope_at + last_at, [word >> (row % WARP_KEYS) for word in skipped])
-                else:
-                    self.convert(raw, scales, LAST_SLAB, fp8_at + last_at)
-                self.release(fp8_stages, lane)
-                for slab in range_constexpr(LAST_SLAB):
-                    self.convert(raw, scales, slab, fp8_at + stage * KV_STAGE_BYTES + slab * SLAB_BYTES)
-                if is_large:
-                    self.scale_again(fp8_at + stage * KV_STAGE_BYTES, exact)
-                cute.arch.sync_warp()
-            # whoever lets tensor cores read the stage fences; where there is no tile the softmax finds the flag
-            if lane == 0:
-                cute.arch.mbarrier_arrive(bars.kv.full(stage))
-            tile = tile + PING_PONG
-
-    @cute.jit
-    def release(self, fp8_stages: Any, lane: Any) -> None:
-        """The producer may overwrite what the warp has loaded."""
-        cute.arch.sync_warp()
-        if lane == 0:
-            for stage in fp8_stages:
-                cute.arch.mbarrier_arrive(self.bars.fp8.empty(stage))
-
-    @cute.jit
-    def load(self, raw: Any, piece: cutlass.Constexpr, raw_at: Any) -> None:
-        """This thread's share of a row."""
-        # in CTA 0 there is no fifth chunk: any will do
-        for chunk in (SLABS, *range(SLABS)):
-            found = ptx.load_shared_128(raw_at + chunk * SLAB)
-            for word in range_constexpr(4):
-                raw[4 * (CHUNKS * piece + chunk) + word] = found[word]
-
-    @cute.jit
-    def set_scales(self, scales: Any, exact: Any) -> Any:
-        """Scale bytes to convert with: those of the rows, or ones if the warp has large ones. Whether it has."""
-        for piece in range_constexpr(2):
-            scales[piece] = exact[piece]
-        large = (scales[0] | scales[1]) & (Int32(LARGE[0]) if self.rank == 0 else Int32(LARGE[1]))
-        is_large = cute.arch.vote_any_sync(large != 0)
-        if is_large:
-            scales.fill(ONES)
-        return is_large
-
-    @cute.jit
-    def convert(self, raw: Any, scales: Any, slab: cutlass.Constexpr, target: Any) -> None:
-        """Store a slab's fp8 columns of the thread's two rows as bf16."""
-        for piece in range_constexpr(2):
-            factor = ptx.bf16x2_of_ue8m0(scales[piece], slab)
-            for chunk in range_constexpr(2):
-                first = 4 * (CHUNKS * piece + slab) + 2 * chunk
-                words = bf16_pairs_of_e4m3([raw[first + word] for word in range(2)], [factor])
-                ptx.store_shared_128((target ^ (16 * chunk)) + piece * STAGE_SLAB_BYTES, words)
-
-    @cute.jit
-    def move(self, raw: Any, slab: cutlass.Constexpr, target: Any, skipped: Any) -> None:
-        """Store the rotary columns of the thread's two rows."""
-        for piece in range_constexpr(2):
-            # where nothing was loaded there may be NaN
-            mask = (skipped[piece] & 1) - 1
-            for chunk in range_constexpr(2):
-                words = [raw[4 * (CHUNKS * piece + slab + chunk) + word] & mask for word in range(4)]
-                ptx.store_shared_128((target ^ (64 * chunk)) + piece * STAGE_SLAB_BYTES, words)
-
-    @cute.jit
-    def scale_again(self, target: Any, exact: Any) -> None:
-        """A tile with scales of 2 or more, too large for one product in bf16: it was converted with scales of 1. Scale
-        what the thread has stored."""
-        for slab in cutlass.range(SLABS - self.rank, unroll=1):
-            for piece in range_constexpr(2):
-                byte = (exact[piece] >> (slab * 8)) & 0xFF
-                power = Int32(LEAST_POWER) if byte == 0 else byte << 7
-                factor = (Int32(NAN) if byte == 255 else power) * 0x00010001
-                for chunk in range_constexpr(2):
-                    words_at = ((target + slab * SLAB_BYTES) ^ (16 * chunk)) + piece * STAGE_SLAB_BYTES
-                    words = ptx.load_shared_128(words_at)
-                    ptx.store_shared_128(words_at, [ptx.multiply_bf16x2(word, factor) for word in words])
 
 
 # ---- MMA and softmax
@@ -786,10 +567,17 @@ class QkSoftmax:
             scale = self.scale_log2
             if const_expr(square is not None):
                 scale = scale * inverse_rms(over_quad(square.bitcast(Float32), ptx.add_rn), self.q.norm.eps)
+            is_e2m1 = False
+            if const_expr(self.config.has_e2m1):
+                is_e2m1 = flags & EXTRA != 0
+                scale = scale * Float32(2.0**E2M1_SHIFT) if is_e2m1 else scale
             self.add_s(scores, tile, scale)
             row_max, factor = self.update_row_max(scores, tile, flags, warp)
+            base = row_max
+            if const_expr(self.config.has_e2m1):
+                base = row_max - Float32(E2M1_SHIFT) if is_e2m1 else row_max
             for i in range_constexpr(HELD):
-                scores[i] = ptx.exp2(scores[i] - row_max)
+                scores[i] = ptx.exp2(scores[i] - base)
             row_sum = self.update_row_sum(scores, tile, flags, factor, warp)
             out_scale = Float32(0.0)
             if flags & LAST != 0:
@@ -865,6 +653,8 @@ class QkSoftmax:
     def update_row_sum(self, p: Any, tile: Any, flags: Any, factor: Any, warp: Any) -> Any:
         """The running sum of the thread's keys."""
         own = pairwise([p[i] for i in range(HELD)], operator.add)
+        if const_expr(self.config.has_e2m1):
+            own = own * Float32(2.0**-E2M1_SHIFT) if flags & EXTRA != 0 else own
         sum_at = self.smem.row_sum + self.thread * 4
         turn = self.bars.row_sum + warp
         ptx.wait_mbarrier(turn.toint(), (tile & 1) ^ 1)
@@ -1141,7 +931,7 @@ class DecodeKernel:
         elif group < FIRST_PRODUCER_THREAD // 128:
             cute.arch.setmaxregister_decrease(DEQUANT_REGISTERS)
             number = cute.arch.make_warp_uniform(group - FIRST_DEQUANT_THREAD // 128)
-            Dequantizer(bars, smem, rank, thread % 128, number).run()
+            Dequantizer(config.parts, bars, smem, rank, thread % 128, number).run()
         else:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             cursor = smem.cursor + cute.arch.make_warp_uniform(thread % 128 // 32) * CURSOR
@@ -1156,7 +946,7 @@ class DecodeKernel:
 
 @dataclass(frozen=True)
 class DecodeKey(DecodeKernelKey):
-    """What distinguishes one compiled kernel from another. Both caches are fp8_ds_mla.
+    """What distinguishes one compiled kernel from another.
 
     heads       of a CTA: 16, 32 or 64; more heads make several head groups, and those of the last may be fewer
     second      how the extra list (list1) names its rows: "none" (there is none), "listed" by slot, "dense" by page
@@ -1164,6 +954,8 @@ class DecodeKey(DecodeKernelKey):
     quantized   results are turned back and become e4m3 codes, see quant_output; not with out_fp32
     raw         queries are normed and rotated, see params.QueryNorm; with out_fp32 or quantized
     dealt       work tiles of unequal length are dealt by the planner; with a second list
+    format0     record format of the first cache, fp8_ds_mla/1 or mxfp8_v41/1
+    format1     of the second one, or nvfp4_v41/1; listed, or format0
     """
 
     kernel_name: ClassVar[str] = "sparse_mla.hopper.decode"
@@ -1175,6 +967,21 @@ class DecodeKey(DecodeKernelKey):
     quantized: bool = False
     raw: bool = False
     dealt: bool = False
+    format0: str = FP8_DS_MLA.id
+    format1: str = FP8_DS_MLA.id
+
+    @property
+    def parts(self) -> tuple[RecordPart, RecordPart]:
+        """Of both caches' records."""
+        return PARTS[self.format0], PARTS[self.format1]
+
+    @property
+    def has_two_formats(self) -> bool:
+        return self.format0 != self.format1
+
+    @property
+    def has_e2m1(self) -> bool:
+        return self.format1 == NVFP4_V41.id
 
     @property
     def warps(self) -> int:
@@ -1184,6 +991,8 @@ class DecodeKey(DecodeKernelKey):
     @property
     def name(self) -> str:
         kind = "_raw" * self.raw + "_fp32" * self.out_fp32 + "_quant" * self.quantized + "_dealt" * self.dealt
+        if {self.format0, self.format1} != {FP8_DS_MLA.id}:
+            kind += "".join(f"_{kv_format.split('_')[0]}" for kv_format in (self.format0, self.format1))
         return f"sparse_mla_decode_h{self.heads}_{self.second}{kind}"
 
     @property
@@ -1196,5 +1005,5 @@ class DecodeKey(DecodeKernelKey):
         return "wgmma", "bulk.load", "st.async", "barrier.cluster", "mbarrier", "setmaxnreg", *own
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        fakes = fake_decode(self.out_fp32, quantized=self.quantized, raw=self.raw)
+        fakes = fake_decode(self.out_fp32, self.format0, self.format1, self.quantized, self.raw)
         return entry_point(DecodeKernel(self).launch, fakes)

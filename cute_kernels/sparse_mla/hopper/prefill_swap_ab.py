@@ -118,11 +118,15 @@ class SwapAbConfig:
     op          name of the op
     heads       8 or 16: how many there are at most
     quantized   results become codes
+    kv_stages   of the KV ring
+    fences_kv   whether threads store rows, and not asynchronous copies
     """
 
     op: str
     heads: int
     quantized: bool = False
+    kv_stages: int = KV_STAGES
+    fences_kv: bool = False
 
     @property
     def name(self) -> str:
@@ -171,7 +175,7 @@ def smem_parts(config: SwapAbConfig) -> dict[str, int]:
     heads = config.heads
     absmax = {"absmax": 4 * heads * QUARTERS * 4} if config.quantized else {}
     return {
-        "kv": KV_STAGES * KV_STAGE_BYTES,
+        "kv": config.kv_stages * KV_STAGE_BYTES,
         "q": config.q_stages * config.q_bytes,
         "p": P_STAGES * config.p_bytes,
         "lists": LISTS * list_bytes(PRODUCER_WARPS),
@@ -357,7 +361,7 @@ class QkSoftmax:
     """
 
     config: SwapAbConfig
-    bars: Bars
+    bars: Any
     smem: Smem
     scheduler: PrefillScheduler
     q: PrefillQuery
@@ -453,9 +457,11 @@ class QkSoftmax:
             bars.kv.wait_full(stage, phase)
             rows = wgmma.uniform_tile(smem.kv + stage * KV_STAGE_BYTES, layouts[0], BFloat16)
             k_parts.append(mma[0].make_fragment_A(part.partition_A(rows)))
-            stage, phase = barriers.advance(stage, phase, KV_STAGES)
+            stage, phase = barriers.advance(stage, phase, self.config.kv_stages)
         # no proxy fence for what cp.async has brought: other kernels that multiply such rows have none either, and
         # tests that repeat calls stand guard
+        if const_expr(self.config.fences_kv):
+            cute.arch.fence_view_async_shared()
         warpgroup.fence()
         steps = STAGE_COLUMNS // STEP
         for i in range_constexpr(QUARTERS * steps):
@@ -472,7 +478,7 @@ class QkSoftmax:
         missing = Int32(0)
         for _ in range_constexpr(QUARTERS):
             missing = missing | (self.bars.kv.is_full(stage, phase) ^ 1)
-            stage, phase = barriers.advance(stage, phase, KV_STAGES)
+            stage, phase = barriers.advance(stage, phase, self.config.kv_stages)
         return ptx.any_of_group(SOFTMAX_BARRIER, 128, missing) != 0
 
     @cute.jit
@@ -641,7 +647,7 @@ class PvEpilogue:
     """
 
     config: SwapAbConfig
-    bars: Bars
+    bars: Any
     smem: Smem
     scheduler: PrefillScheduler
     q: PrefillQuery
@@ -689,7 +695,7 @@ class PvEpilogue:
                     rows = wgmma.uniform_tile(smem.kv + stage * KV_STAGE_BYTES, v_layout, BFloat16)
                     transposed = cute.composition(rows, cute.make_layout((STAGE_COLUMNS, KEYS), stride=(KEYS, 1)))
                     v_parts.append(pv.make_fragment_A(part.partition_A(transposed)))
-                    stage, phase = barriers.advance(stage, phase, KV_STAGES)
+                    stage, phase = barriers.advance(stage, phase, self.config.kv_stages)
                 # of P stored in the ordinary way; where it is stored, it would wait for the stores
                 cute.arch.fence_view_async_shared()
                 warpgroup.fence()

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ptxas makes of Hopper's decode kernels over V4.1's own records."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.formats import NVFP4_V41
+from cute_kernels.runtime.arch import SMEM_BYTES
+from cute_kernels.sparse_mla.hopper import decode_swap_ab
+from cute_kernels.sparse_mla.hopper.decode import DecodeKey
+from cute_kernels.sparse_mla.hopper.decode_smem import SLABS
+from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
+from tests.compile.reports import compile_report
+
+KEYS = DecodeKey("sm_90a", 64, format1=NVFP4_V41.id), DecodeSwapAbKey("sm_90a", 8)
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.kernel_name)
+def test_nothing_spills(key: DecodeKey | DecodeSwapAbKey) -> None:
+    report = compile_report(key)
+    assert (report.spill_stores, report.spill_loads) == (0, 0)
+    assert all(report.instructions.get(name) for name in key.instructions)
+    assert report.smem <= key.smem_bytes <= SMEM_BYTES["sm_90a"]
+
+
+def test_registers_are_those_of_the_launch() -> None:
+    k = decode_swap_ab
+    used = k.SOFTMAX_REGISTERS + k.PV_REGISTERS + 2 * k.DEQUANT_REGISTERS + k.PRODUCER_REGISTERS
+    assert used <= k.WARPGROUPS * (65536 // k.THREADS // 8 * 8)
+
+
+def test_a_dequantizer_releases_what_it_has_loaded() -> None:
+    """An arrival at an mbarrier can overtake loads, so it comes behind a store of what was loaded last."""
+    report = compile_report(KEYS[1])
+    if not report.sass:
+        pytest.skip("nvdisasm is not there")
+    registers = decode_swap_ab.DEQUANT_REGISTERS, decode_swap_ab.PRODUCER_REGISTERS
+    _, dequantizer, _ = re.split("|".join(rf"USETMAXREG\S* {count:#x} ;" for count in registers), report.sass)
+    work = " ".join(re.findall(r"LDS\.64|LDS\.128|STS\.128|SYNCS\.ARRIVE", dequantizer))
+    stores = "STS.128 STS.128 STS.128 STS.128 SYNCS.ARRIVE SYNCS.ARRIVE"
+    assert f"LDS.128 LDS.128 {' '.join(['LDS.64'] * 2 * SLABS)} {stores}" in work

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hopper's decode kernels over V4.1's own records, as compiled, in the model: results against float64, in any order of
+what their warps do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.dsl.ptx import LOG2_E
+from cute_kernels.sparse_mla.hopper.decode import DecodeKey
+from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
+from tests.compile.reports import compile_report
+from tests.gpu import decode_cases
+from tests.gpu.decode_checks import FP8, MXFP8, NVFP4
+from tests.model import orders
+from tests.model.launch import divisor, pack, run_grid
+from tests.model.memory import GlobalMemory
+from tests.model.problems import Decode, lengths, on_host, put
+from tests.model.ptx import Program, parse
+
+slow = pytest.mark.slow
+
+
+def v41_call(first: str, second: str, heads: int, rows: list[int], extra: list[int]) -> decode_cases.Call:
+    """Rows of two lists of slots, a tenth of them bad, in pages of 7 and 5 rows."""
+    many: dict[str, Any] = {"rows": 7, "second": "listed", "extra_rows": 5, "lengths": "bs", "seed": 1}
+    with on_host():
+        formats = {"kv_format": first, "extra_format": second}
+        call = decode_cases.make(b=len(rows), heads=heads, topk=128, extra_topk=100, **formats, **many)
+        call.length, call.extra_length = (torch.tensor(each).int()[:, None] for each in (rows, extra))
+        decode_cases.fill(call)
+    return call
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(FP8, NVFP4), *(pytest.param(MXFP8, other, marks=slow) for other in (NVFP4, MXFP8, FP8))]
+)
+def test_decode(first: str, second: str) -> None:
+    key = DecodeKey("sm_90a", 64, "listed", False, format0=first, format1=second)
+    decode = Decode(v41_call(first, second, 64, [70, 0], [65, -1]), 64)
+    program = parse(compile_report(key).ptx)
+    records, make = orders.recorder(program)
+    decode.run(program, key.smem_bytes, pairs=1, seed=1, events=make)
+    decode.check()
+    # as in test_hopper
+    orders.check(records[0], votes_order=True, unscoped="reads")
+
+
+class WholeDecode(Decode):
+    """A call of decode_swap_ab."""
+
+    def place(self, program: Program) -> tuple[GlobalMemory, bytes, int]:
+        call, memory = self.call, GlobalMemory()
+        batch, tokens, heads, _ = call.q.shape
+        self.items = batch * tokens
+        assert call.extra is not None
+        assert call.extra_indices is not None
+        q = put(memory, call.q)
+        sources: list[Any] = []
+        lists = (call.pool, call.indices, call.length), (call.extra, call.extra_indices, call.extra_length)
+        for pool, indices, length in lists:
+            sources += [put(memory, pool.bytes), pool.stride, pool.pages, *divisor(pool.rows)]
+            strides = indices.stride(0) * 4, indices.stride(1) * 4
+            sources += [put(memory, indices), *strides, indices.shape[2], *lengths(memory, length)]
+        self.out = memory.reserve(self.items * heads * 1024)
+        self.lse = memory.reserve(self.items * heads * 4)
+        row, head, *_ = (stride * 2 for stride in call.q.stride()[1:])
+        values = [q, row, head, heads, q, *(stride * 2 for stride in call.q.stride()[:3]), heads, *sources]
+        values += [self.out, heads * 1024, 1024]
+        values += [self.lse, self.items * heads * 4, heads * tokens * 4, tokens * 4, 4]
+        values += [put(memory, call.sink), call.scale * LOG2_E, *divisor(tokens), *divisor(1), self.items]
+        self.memory = memory
+        return memory, pack(program, [*values, *[0] * (len(program.parameters) - len(values))]), self.items
+
+    def run(self, program: Program, size: int, pairs: int = 1, **options: Any) -> Any:
+        memory, parameters, items = self.place(program)
+        return run_grid(program, parameters, memory, blocks=min(pairs, items), cluster=1, size=size, **options)
+
+
+@pytest.mark.parametrize(
+    ("heads", "first", "second"),
+    [(8, FP8, NVFP4), *(pytest.param(16, MXFP8, other, marks=slow) for other in (NVFP4, MXFP8, FP8))],
+)
+def test_decode_of_few_heads(heads: int, first: str, second: str) -> None:
+    """Rows of several tiles, of none and of one, by a CTA; its rings go round. One head less than there is room for."""
+    key = DecodeSwapAbKey("sm_90a", heads, "listed", first, second)
+    decode = WholeDecode(v41_call(first, second, heads - 1, [70, 0, 128, 1], [100, -1, 65, 0]), heads)
+    program = parse(compile_report(key).ptx)
+    records, make = orders.recorder(program)
+    decode.run(program, key.smem_bytes, seed=1, events=make)
+    decode.check()
+    # as in test_hopper
+    orders.check(records[0], votes_order=True)

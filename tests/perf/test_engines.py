@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps, block tables and caches that vLLM's own layers are given; without vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cute_kernels import formats
+from perf import engine_layers, engines
+from perf.engine_layers import Batch
+
+MAX_LEN = 4096
+SPECS = [
+    SimpleNamespace(block_size=64, sliding_window=128),
+    SimpleNamespace(block_size=256, sliding_window=None),
+    SimpleNamespace(block_size=4, sliding_window=8),
+    SimpleNamespace(block_size=8, sliding_window=128),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: str(spec.block_size))
+@pytest.mark.parametrize("batch", [*engines.steps(0), *engines.steps(2)], ids=lambda batch: batch.name)
+def test_block_tables_name_every_page_that_a_step_touches(batch: Batch, spec: SimpleNamespace) -> None:
+    table = engine_layers.block_table(batch, spec, MAX_LEN)
+    assert table.shape == (len(batch.requests) + batch.padding, MAX_LEN // spec.block_size)
+    for pages, (rows, before) in zip(table, batch.requests, strict=False):
+        first = max(before - (spec.sliding_window or before), 0)
+        assert (pages[first // spec.block_size : (before + rows - 1) // spec.block_size + 1] > 0).all()
+        assert not pages[(before + rows - 1) // spec.block_size + 1 :].any()
+    used = table[table > 0]
+    assert used.unique().numel() == used.numel() == engine_layers.page_count(batch, spec)
+    assert used.max() == used.numel()
+    assert not table[len(batch.requests) :].any()
+
+
+def test_padding_has_rows_like_the_first_request() -> None:
+    batch = Batch("", ((3, 10), (3, 20)), padding=2)
+    assert (batch.live, batch.rows, batch.longest) == (6, 12, 23)
+
+
+def test_pages_hold_valid_records() -> None:
+    for fmt, rows in ((formats.FP8_DS_MLA, 64), (formats.FP8_DS_MLA, 2), (formats.INDEXER_FP8, 64)):
+        cache = fmt.allocate(5, rows, torch.device("cpu"))
+        flat = cache.as_strided((5, rows * fmt.row_elements), (cache.stride(0), 1))
+        engine_layers.fill_pages(flat, rows, fmt.row_elements, 0)
+        values = fmt.read(cache, rows, torch.arange(5 * rows))
+        assert values.isfinite().all()
+        assert 0.05 < values.std() < 5
+    states = torch.zeros(3, 4 * 16)
+    engine_layers.fill_pages(states, 4, 16, 0)
+    assert states.std() > 0.5
+
+
+def test_what_differs_is_measured() -> None:
+    one = torch.tensor([3.0, 4.0])
+    assert engines.distance(one, one) == 0
+    assert engines.distance(one + torch.tensor([0.0, 0.5]), one) == pytest.approx(0.1)
+    assert engines.distance(one * torch.nan, one) == float("inf")
+    picks = torch.tensor([[0, 1, 2, -1], [5, 4, -1, -1]])
+    assert engines.picks_apart(picks.flip(1), picks) == 0
+    assert engines.picks_apart(torch.tensor([[0, 1, 7, -1], [5, 4, -1, -1]]), picks) == pytest.approx(0.2)
+    assert engines.picks_apart(torch.full_like(picks, -1), picks) == 1
+
+
+def test_names_tell_cells_and_units_apart() -> None:
+    names = [case.name(part) for case in engines.cases() for part in ("between", "whole")]
+    assert len(set(names)) == len(names) == 72
+    assert all(case.step.rows == case.batch for case in engines.cases())
+    units = [engines.unit_name(*unit) for unit in engines.UNITS]
+    assert len(set(units)) == len(units)
+
+
+def test_products_of_a_rank() -> None:
+    assert len(engines.products_of("swa", 8, 1)) == 4
+    whole, part = engines.products_of("c4a", 8, 1), engines.products_of("c4a", 8, 8)
+    assert (whole[1].outputs, part[1].outputs, whole[2].groups, part[2].groups) == (32768, 4096, 8, 1)
