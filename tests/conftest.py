@@ -5,6 +5,7 @@ tests keep; and what the tests say at their end about those that were skipped: a
 from __future__ import annotations
 
 import gc
+import sys
 from collections import Counter
 from collections.abc import Generator
 
@@ -16,14 +17,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--every-kernel",
         action="store_true",
         help="tests/compile: every kernel of every deployment, and every row of the table in test_code.py; without it, "
-        "a sample with every pair of options, and of kernels that only move bytes, of architectures but sm_90a, two",
+        "a sample with every pair of options, and of kernels that only move bytes, of architectures but sm_90a, one",
     )
     parser.addoption(
         "--thorough",
         action="store_true",
-        help="tests/model: every bug in the order of Hopper's decode, not every third; tests/runtime/test_verify.py: "
-        "the reference of every example, not of one large one of each op; tests/layers/test_ranks.py: every format of "
-        "caches on two and four ranks",
+        help="tests/model: every bug in the order of Hopper's decode, not every fifth, and of Blackwell's kernels "
+        "every third to sixth, not one of each kind; tests/layers: test_exactness.py with every format, test_ranks.py "
+        "with every format on two and four ranks; tests/runtime/test_verify.py: the reference of every example, not of "
+        "one large one of each op; opcheck traces every call, not one of each op",
     )
 
 
@@ -33,13 +35,15 @@ def thorough(pytestconfig: pytest.Config) -> bool:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+        if "tests.helpers" in sys.modules:  # not in a process that only hands out tests, which needs no torch
+            sys.modules["tests.helpers"].traces_all = session.config.getoption("--thorough")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

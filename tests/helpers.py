@@ -10,6 +10,9 @@ from torch.library import opcheck
 
 POISON_BYTE = 0xA5
 
+traces_all = False
+"""--thorough: conftest.py sets it."""
+
 
 def poisoned_pool(
     fmt: Any, num_blocks: int, block_size: int, extra_stride: int = 0, device: str = "cpu"
@@ -31,14 +34,18 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def check_op(name: str, *args: Any) -> None:
-    """torch.library.opcheck of cute_kernels::<name> with schema-order arguments."""
+def check_op(name: str, *args: Any, traces: bool | None = None) -> None:
+    """torch.library.opcheck of cute_kernels::<name> with schema-order arguments. traces: whether the call is traced as
+    torch.compile does, which takes longest; None is with --thorough. tests/contract/test_opcheck.py traces a call of
+    every op, and tests of the ops compile functions that call them."""
     overload = getattr(torch.ops.cute_kernels, name).default
+    utils = ["test_autograd_registration", "test_faketensor"]
+    utils += ["test_aot_dispatch_dynamic"] if traces or (traces is None and traces_all) else []
     if not any(isinstance(a, torch.Tensor) and a.dtype == torch.float8_e4m3fn for a in args):
-        opcheck(overload, args)
+        opcheck(overload, args, test_utils=("test_schema", *utils))
         return
     # opcheck's schema test cannot compare float8 tensors: compare the bytes of what must not change instead.
-    opcheck(overload, args, test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"))
+    opcheck(overload, args, test_utils=utils)
     inputs = [
         a
         for argument, a in zip(overload._schema.arguments, args, strict=True)

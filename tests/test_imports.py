@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = {"cute_kernels": "cute_kernels", "layers": "cute_kernels.layers", "perf": "perf", "scripts": "scripts"}
+TREES = {"cute_kernels": "cute_kernels", "layers": "cute_kernels.layers", "perf": "perf", "scripts": "scripts"}
 DSL = ("cutlass", "triton", "tvm_ffi", "cuda")
 
 
@@ -39,20 +40,21 @@ def scan(source: str, module: str, is_package: bool, known: Iterable[str]) -> se
     return found
 
 
-def load() -> dict[str, set[str]]:
+@functools.cache
+def imports() -> dict[str, set[str]]:
     """Module name -> what it imports, for every module of the project outside tests/."""
     paths: dict[str, Path] = {}
-    for top, package in PACKAGES.items():
+    for top, package in TREES.items():
         for path in (ROOT / top).rglob("*.py"):
             parts = (package, *path.relative_to(ROOT / top).with_suffix("").parts)
             paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return {name: scan(p.read_text(), name, p.name == "__init__.py", paths) for name, p in paths.items()}
 
 
-IMPORTS = load()
-PACKAGES = ("compressor", "indexer", "indices", "insert_compress", "kv_cache", "linear", "norm", "output", "sparse_mla")
+NAMES = ("compressor", "indexer", "indices", "insert_compress", "kv_cache", "linear", "norm", "output", "sparse_mla")
+PACKAGES = tuple(f"cute_kernels.{name}" for name in NAMES)
 LAYERS = ("cute_kernels.layers", "layers")
-PACKAGES = tuple(f"cute_kernels.{package}" for package in PACKAGES)
+PEERS = ("flash_mla", "deep_gemm", "flashinfer", "vllm")
 
 
 def last(module: str) -> str:
@@ -64,7 +66,7 @@ def reached(module: str) -> set[str]:
     seen: set[str] = set()
     todo = [module]
     while todo:
-        for name in IMPORTS.get(todo.pop(), set()) - seen:
+        for name in imports().get(todo.pop(), set()) - seen:
             seen.add(name)
             todo.append(name)
     return seen
@@ -91,13 +93,13 @@ def violations(
     modules: Iterable[str], forbidden: Callable[[str], bool], transitive: bool = False
 ) -> dict[str, set[str]]:
     """Module -> the forbidden ones among its imports, for the modules that have any."""
-    checked = {module: reached(module) if transitive else IMPORTS[module] for module in modules}
+    checked = {module: reached(module) if transitive else imports()[module] for module in modules}
     found = {module: {name for name in imports if forbidden(name)} for module, imports in checked.items()}
     return {module: names for module, names in found.items() if names}
 
 
 def test_a_reference_needs_no_kernel_and_no_compiler() -> None:
-    references = [m for m in IMPORTS if within(m, PACKAGES) and last(m).startswith("reference")]
+    references = [m for m in imports() if within(m, PACKAGES) and last(m).startswith("reference")]
     assert len(references) >= len(PACKAGES)
     assert violations(references, lambda name: within(name, (*DSL, "cute_kernels.dsl")), transitive=True) == {}
 
@@ -111,37 +113,39 @@ def test_layers_reach_kernels_through_ops_only() -> None:
             return not (is_ops or name == "cute_kernels" or within(name, (*shared, LAYERS[0])))
         return within(name, (*DSL, LAYERS[1], "perf", "scripts", "tests"))
 
-    assert violations((m for m in IMPORTS if within(m, LAYERS)), forbidden) == {}
+    assert violations((m for m in imports() if within(m, LAYERS)), forbidden) == {}
 
 
 def test_the_library_imports_nothing_above_it() -> None:
     plugins = "cute_kernels.plugins"
-    library = [m for m in IMPORTS if within(m, ["cute_kernels"]) and not within(m, (*LAYERS, plugins))]
+    library = [m for m in imports() if within(m, ["cute_kernels"]) and not within(m, (*LAYERS, plugins))]
     assert violations(library, lambda name: within(name, (*LAYERS, plugins, "perf", "scripts", "tests"))) == {}
     packages_go_here = (*PACKAGES, "cute_kernels.__main__", "cute_kernels.compat")
     below = [m for m in library if m != "cute_kernels" and not within(m, packages_go_here)]
     assert violations(below, lambda name: within(name, PACKAGES)) == {}
-    others = [m for m in IMPORTS if not within(m, ["cute_kernels.compat"])]
+    others = [m for m in imports() if not within(m, ["cute_kernels.compat"])]
     assert violations(others, lambda name: within(name, ["cute_kernels.compat"])) == {}
 
 
 def test_kernels_import_no_torch() -> None:
     kernels = [
         module
-        for module, imports in IMPORTS.items()
+        for module, found in imports().items()
         if within(module, ["cute_kernels.dsl"])
-        or (within(module, PACKAGES) and any(within(name, ("cutlass", "cute_kernels.dsl")) for name in imports))
+        or (within(module, PACKAGES) and any(within(name, ("cutlass", "cute_kernels.dsl")) for name in found))
     ]
     assert violations(kernels, lambda name: within(name, ["torch"])) == {}
 
 
 def test_importing_the_packages_is_silent_and_loads_no_compiler(tmp_path: Path) -> None:
+    """And no peer whose calls are taken over, and no GPU."""
     code = (
         "import sys, torch\n"
         "before = set(sys.modules)\n"
         "import cute_kernels.layers, layers\n"
-        f"bad = sorted(m for m in set(sys.modules) - before if m.split('.')[0] in {DSL!r})\n"
-        "sys.exit(f'loaded: {bad}' if bad else 0)\n"
+        f"import {', '.join(f'cute_kernels.compat.{peer}' for peer in PEERS)}\n"
+        f"bad = sorted(m for m in set(sys.modules) - before if m.split('.')[0] in {(*DSL, *PEERS)!r})\n"
+        "sys.exit(f'loaded: {bad}' if bad or torch.cuda.is_initialized() else 0)\n"
     )
     home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
     result = subprocess.run(
@@ -156,9 +160,17 @@ def test_importing_the_packages_is_silent_and_loads_no_compiler(tmp_path: Path) 
 
 
 def test_every_module_of_ops_references_and_layers_imports_without_a_compiler() -> None:
-    """What importing the packages does not load: submodules that users import by name."""
+    """What importing the packages does not load: submodules that users import by name. But first, all ops are found."""
     names = sorted(
-        m for m in IMPORTS if within(m, LAYERS) or (within(m, PACKAGES) and last(m).startswith(("ops", "ref")))
+        m for m in imports() if within(m, LAYERS) or (within(m, PACKAGES) and last(m).startswith(("ops", "ref")))
     )
-    code = f"import importlib, sys\nfor m in {names!r}: importlib.import_module(m)\nsys.exit('cutlass' in sys.modules)"
+    code = (
+        "import importlib, sys\n"
+        "from cute_kernels.runtime.registry import all_ops, ops_with_kernels\n"
+        "ops = set(all_ops())\n"
+        "assert {'sparse_mla_decode', 'fused_q_kv_rmsnorm', 'top_k_per_row_decode'} <= ops, ops\n"
+        "assert {op.name for op in ops_with_kernels()} <= ops\n"
+        f"for m in {names!r}: importlib.import_module(m)\n"
+        "sys.exit('cutlass' in sys.modules)\n"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -18,7 +18,11 @@ def kept(pytestconfig: pytest.Config) -> None:
     """A folder that outlives the run, without what is older than a week."""
     assert pytestconfig.cache is not None
     root = pytestconfig.cache.mkdir("cute_kernels")
+    old = time.time() - KEEP_SECONDS
     for folder in root.glob("v*/*/*/"):
-        if folder.stat().st_mtime < time.time() - KEEP_SECONDS:
+        if folder.stat().st_mtime < old:
             shutil.rmtree(folder, ignore_errors=True)
+    for path in root.glob("*.object"):
+        if path.stat().st_mtime < old:
+            path.unlink(missing_ok=True)
     reports.folder = root

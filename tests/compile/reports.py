@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports of compiled kernels that all tests share: what one test has compiled no other compiles again, in this run or
 the next, as long as the sources stay the same. They lie in the cache of pytest, named as objects of a kernel cache are.
-Of each kernel a process compiles the first key as one that is launched, to an object; of the others the device's code
+Of each kernel the first key is compiled as one that is launched, to an object; of the others the device's code
 alone."""
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ INSTRUCTION_BYTES = 16
 folder: Path | None = None
 """Where they are: a conftest.py sets it."""
 
-_whole: set[str] = set()
-"""Names of kernels of which an object has been made."""
-
 
 class KeptReport(Report):
     """A report whose machine code is disassembled once for all tests."""
@@ -65,6 +62,7 @@ def known(key: KernelKey) -> Report | None:
 @functools.lru_cache(maxsize=64)
 def compile_report(key: KernelKey) -> Report:
     """As cute_kernels.runtime.compile.compile_report."""
+    assert folder is not None
     path, store = _path(key), cache.Store(folder)
     lock = store.acquire(key)
     assert lock is not None, f"{folder}: expected a folder that can be written"
@@ -72,9 +70,10 @@ def compile_report(key: KernelKey) -> Report:
         found = known(key)
         if found is not None:
             return found
-        is_first = key.kernel_name not in _whole
-        _whole.add(key.kernel_name)
-        plain = compile_.compile_object(key)[1] if is_first else compile_.compile_report(key)
+        # says that an object of the kernel has been made
+        has_object = folder / f"{key.kernel_name}-{cache.sources_of(key)[:16]}.object"
+        plain = compile_.compile_report(key) if has_object.exists() else compile_.compile_object(key)[1]
+        has_object.touch()
         report = KeptReport(**{field.name: getattr(plain, field.name) for field in fields(Report)})
         cache.replace_file(path, zlib.compress(pickle.dumps(report), 1))
         return report

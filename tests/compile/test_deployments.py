@@ -67,7 +67,7 @@ def test_deployed_code(deployed: KernelKey) -> None:
 def sample(keys: Iterable[KernelKey], known: Iterable[KernelKey]) -> list[KernelKey]:
     """Of each kernel and architecture, as many keys as have, with the known ones, every pair of values that two fields
     of any key have. Of kernels that only move and convert bytes, which have one source for all architectures, those are
-    sm_90a's; of the others two, the first and the last unless they are known, or the first alone of LIKE_ANOTHER."""
+    sm_90a's; of the others the last, unless one is known."""
     of_table = by_kind(known)
     chosen: list[KernelKey] = []
     for (name, arch), of_kind in by_kind(keys).items():
@@ -76,8 +76,7 @@ def sample(keys: Iterable[KernelKey], known: Iterable[KernelKey]) -> list[Kernel
         if has_mma or arch == HOPPER:
             chosen += all_pairs(of_kind, there)
         else:
-            ends = [key for key in dict.fromkeys((of_kind[0], of_kind[-1])) if key not in there]
-            chosen += ends[: max(0, (1 if arch in LIKE_ANOTHER else 2) - len(there))]
+            chosen += [] if there else of_kind[-1:]
     return chosen
 
 

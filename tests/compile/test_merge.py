@@ -14,6 +14,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.sparse_mla import combine
 from cute_kernels.sparse_mla.combine import CombineKey, key_for
 from tests.compile.reports import compile_report
+from tests.compile.sampling import of_run
 
 COUNTS = (1, 4, 5, 8, 9, 16, 17, 1000)
 """Parts, around those that another kernel is for."""
@@ -25,8 +26,10 @@ def key_facts(key: CombineKey) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
-def test_all_loads_are_on_their_way_before_any_of_them_is_used(arch: str) -> None:
-    for key in combine.deployment_keys(MODELS["v4-flash"], 1, arch):
+def test_all_loads_are_on_their_way_before_any_of_them_is_used(arch: str, pytestconfig: pytest.Config) -> None:
+    keys = of_run(list(combine.deployment_keys(MODELS["v4-flash"], 1, arch)), pytestconfig)
+    # of one source: what differs on Blackwell is the assembler's work alone
+    for key in keys if arch == "sm_90a" else (keys[0], keys[-1]):
         report = compile_report(key)
         if report.sass is None:
             pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")

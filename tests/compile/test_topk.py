@@ -18,6 +18,7 @@ from cute_kernels.indexer.topk_held import HeldTopKKey
 from cute_kernels.indexer.topk_select import MANY, PICKS, deployment_keys, groups_for, key_for, keys_of, share_for
 from cute_kernels.models import MODELS
 from tests.compile.reports import RESERVED, compile_report
+from tests.compile.sampling import of_run
 
 MULTIPROCESSOR_BYTES = 228 << 10
 """Of shared memory that blocks of an H200 or a B200 share."""
@@ -26,10 +27,10 @@ ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_89", "sm_120a")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_compiles(arch: str) -> None:
+def test_compiles(arch: str, pytestconfig: pytest.Config) -> None:
     keys = deployment_keys(MODELS["v4-flash"], 1, arch)
-    # all of them, for every architecture, are among those of test_deployments.py
-    for key in keys if arch == "sm_90a" else (keys[0], keys[-1], TopKKey(arch, *MANY)):
+    chosen = of_run(keys, pytestconfig) if arch == "sm_90a" else [keys[0], keys[-1]]
+    for key in dict.fromkeys((*chosen, TopKKey(arch, *MANY))):
         report = compile_report(key)
         assert problems(key, report) == []
         assert (report.stack, report.smem) == (0, key.smem_bytes)

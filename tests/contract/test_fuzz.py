@@ -92,23 +92,49 @@ def little_memory() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def run(function: Callable[[], object], values: Sequence[Any]) -> bool:
-    """Whether a call is refused as it must be, with nothing written to what it got."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.device == CPU]
-    before = [verify.raw_memory(value.detach()).clone() for value in tensors]
-    try:
-        function()
-    except Exception as error:
-        raised = error
-    else:
-        return False
-    told = [describe(value) for value in values]
-    if "allocate memory" in str(raised) and any(type(value) is int and value == LARGEST for value in values):
-        return False  # it asked for so much
-    assert complaint(raised) == "", f"{complaint(raised)}, {told}"
-    for value, was in zip(tensors, before, strict=True):
-        assert verify.same_bytes(verify.raw_memory(value.detach()), was), f"written before it raised {raised!r}, {told}"
-    return True
+class Calls:
+    """Copies of good calls to be changed, each made anew only when a call that was accepted may have written to it."""
+
+    def __init__(self, calls: Sequence[tuple[Any, ...]]) -> None:
+        self.calls = calls
+        self.copies: dict[int, tuple[tuple[Any, ...], dict[int, torch.Tensor]]] = {}
+        """By number: a copy; and by the addresses of its memories, what they hold."""
+
+    def copy(self, number: int) -> tuple[Any, ...]:
+        index = number % len(self.calls)
+        if index not in self.copies:
+            call = self.calls[index]
+            copy = verify.clone_arguments(call, CPU)
+            memories = zip(map(verify.raw_memory, _tensors(copy)), map(verify.raw_memory, _tensors(call)), strict=True)
+            self.copies[index] = copy, {memory.data_ptr(): original for memory, original in memories}
+        return self.copies[index][0]
+
+    def is_refused(self, function: Callable[[], object], values: Sequence[Any], number: int) -> bool:
+        """Whether a call with values made of copy(number) is refused as it must be, with nothing written to them."""
+        index = number % len(self.calls)
+        originals = self.copies[index][1]
+        memories = {memory.data_ptr(): memory for memory in map(verify.raw_memory, _tensors(values))}
+        before = {place: originals[place] if place in originals else memories[place].clone() for place in memories}
+        try:
+            function()
+        except Exception as error:
+            raised = error
+        else:
+            del self.copies[index]
+            return False
+        if "allocate memory" in str(raised) and any(type(value) is int and value == LARGEST for value in values):
+            del self.copies[index]  # it asked for so much
+            return False
+        assert complaint(raised) == "", f"{complaint(raised)}, {[describe(value) for value in values]}"
+        for place, memory in memories.items():
+            assert verify.same_bytes(memory, before[place]), (
+                f"written before it raised {raised!r}, {[describe(value) for value in values]}"
+            )
+        return True
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [value.detach() for value in values if isinstance(value, torch.Tensor) and value.device == CPU]
 
 
 @pytest.mark.parametrize("name", sorted(registry.all_ops()))
@@ -117,12 +143,12 @@ def test_wrong_arguments_of_ops(name: str) -> None:
     assert op.call is not None
     is_scalar = ["Tensor" not in str(argument.type) for argument in op.overload._schema.arguments]
     draw = random.Random(name)
-    calls = good_calls(op)
+    calls = Calls(good_calls(op))
     accepted, refused = 0, 0
     for number in range(CALLS):
-        args = arguments.mistaken(draw, verify.clone_arguments(calls[number % len(calls)], CPU), is_scalar)
+        args = arguments.mistaken(draw, calls.copy(number), is_scalar)
         if accepted < RUNS or not passes(op, args):
-            if run(partial(op.call, op.call_type(*args)), args):
+            if calls.is_refused(partial(op.call, op.call_type(*args)), args, number):
                 refused += 1
             else:
                 accepted += 1
@@ -142,10 +168,10 @@ def test_wrong_arguments_of_functions(name: str) -> None:
     function, op = public.functions()[name]
     is_scalar = public.scalars_of(function)
     draw = random.Random(name)
-    calls = [call for call in good_calls(op) if public.named(function, op, call, True) is not None]
+    calls = Calls([call for call in good_calls(op) if public.named(function, op, call, True) is not None])
     accepted, refused = 0, 0
     for number in range(FUNCTION_CALLS):
-        call = verify.clone_arguments(calls[number % len(calls)], CPU)
+        call = calls.copy(number)
         values = public.named(function, op, call, draw.random() < 0.7)
         assert values is not None
         more = {key: default for key, default in public.defaults(function).items() if key not in values}
@@ -154,7 +180,7 @@ def test_wrong_arguments_of_functions(name: str) -> None:
         values = dict(zip(values, changed, strict=True))
         if accepted >= RUNS:
             continue
-        if run(partial(function, **values), list(values.values())):
+        if calls.is_refused(partial(function, **values), list(values.values()), number):
             refused += 1
         else:
             accepted += 1

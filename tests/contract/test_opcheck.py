@@ -20,4 +20,4 @@ CPU = torch.device("cpu")
 def test_opcheck(name: str) -> None:
     _, padded = calls_of(name)
     assert padded is not None, "no example has room between the pages of its caches"
-    helpers.check_op(name, *verify.clone_arguments(padded, CPU))
+    helpers.check_op(name, *verify.clone_arguments(padded, CPU), traces=True)

@@ -20,6 +20,13 @@ def families(ratio: int) -> list[tuple[str, str]]:
 
 
 CASES = [(ratio, kv, index) for ratio in KINDS for kv, index in families(ratio)]
+NEED_THOROUGH = (1, "fp8"), (128, "bf16")
+"""Kinds and formats that test_meaning.py has, and this file with other formats and kinds."""
+
+
+def skip_unless(thorough: bool, is_in_sample: bool) -> None:
+    if not thorough and not is_in_sample:
+        pytest.skip("needs --thorough")
 
 
 def one_shot(engine: Engine, hidden: torch.Tensor) -> tuple[Request, torch.Tensor, dict[str, torch.Tensor]]:
@@ -29,7 +36,8 @@ def one_shot(engine: Engine, hidden: torch.Tensor) -> tuple[Request, torch.Tenso
 
 
 @pytest.mark.parametrize(("ratio", "kv", "index"), CASES)
-def test_chunked_prefill_and_decode_equal_one_shot(ratio: int, kv: str, index: str) -> None:
+def test_chunked_prefill_and_decode_equal_one_shot(ratio: int, kv: str, index: str, thorough: bool) -> None:
+    skip_unless(thorough, (ratio, kv) not in NEED_THOROUGH)
     layer = make_layer(ratio, kv_cache=kv, index_cache=index)
     total = 396
     hidden = hidden_rows(total, seed=1)
@@ -57,7 +65,8 @@ def test_chunked_prefill_and_decode_equal_one_shot(ratio: int, kv: str, index: s
 
 
 @pytest.mark.parametrize(("ratio", "kv", "index"), CASES)
-def test_batch_equals_single_requests_whatever_the_pages(ratio: int, kv: str, index: str) -> None:
+def test_batch_equals_single_requests_whatever_the_pages(ratio: int, kv: str, index: str, thorough: bool) -> None:
+    skip_unless(thorough, (ratio, kv) not in NEED_THOROUGH)
     layer = make_layer(ratio, kv_cache=kv, index_cache=index)
     lengths = [5, 300, 1, 131, 64]
     prompts = [hidden_rows(n + 3, seed=10 + n) for n in lengths]
@@ -82,8 +91,9 @@ def test_batch_equals_single_requests_whatever_the_pages(ratio: int, kv: str, in
 
 @pytest.mark.parametrize("ratio", KINDS)
 @pytest.mark.parametrize("kv", ["fp8_ds_mla", "bf16"])
-def test_mixed_steps_of_decodes_and_prefills(ratio: int, kv: str) -> None:
+def test_mixed_steps_of_decodes_and_prefills(ratio: int, kv: str, thorough: bool) -> None:
     """Old requests decode, with unequal numbers of tokens, in the same steps in which new ones prefill."""
+    skip_unless(thorough, kv == "fp8_ds_mla" or ratio == 4)
     layer = make_layer(ratio, kv_cache=kv)
     prompts = [hidden_rows(n, seed=20 + n) for n in (290, 40, 333)]
     references = [one_shot(Engine(layer, seed=4), p)[1] for p in prompts]
@@ -113,7 +123,9 @@ def test_mixed_steps_of_decodes_and_prefills(ratio: int, kv: str) -> None:
 
 @pytest.mark.parametrize(("ratio", "kv", "index"), CASES)
 @pytest.mark.parametrize("persist", ["window", "all"])
-def test_rejected_drafts_equal_a_sequential_run(ratio: int, kv: str, index: str, persist: str) -> None:
+def test_rejected_drafts_equal_a_sequential_run(ratio: int, kv: str, index: str, persist: str, thorough: bool) -> None:
+    """Of what persists, which knows nothing of formats, each way with one of them."""
+    skip_unless(thorough, (kv, index) == CACHES[0] or (persist == "window" and (ratio, kv) not in NEED_THOROUGH))
     layer = make_layer(ratio, kv_cache=kv, index_cache=index, persist=persist)
     total = 200
     hidden = hidden_rows(total + 8, seed=30)

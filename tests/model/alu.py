@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from tests.model.ptx import TYPES, Op, Run, instruction, split
+from tests.model.ptx import LANES, TYPES, Op, Run, computes, instruction, split
 from tests.model.values import F32, U32, U64
 
 SIGNED: dict[int, Any] = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
@@ -16,39 +16,27 @@ SIGNED: dict[int, Any] = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 
 def store(target: int, value: Callable[[Any], Any]) -> Run:
     """Write value(registers) to the lanes that run."""
-
-    def run(warp: Any, lanes: Any) -> None:
-        registers = warp.r
-        new = value(registers)
-        registers[target] = new if lanes is None else np.where(lanes, new, registers[target])
-
-    return run
+    return computes(target, "c0(r)", value)
 
 
 def apply(op: Op, function: Callable[..., Any], *sources: int) -> Run:
     """Write function(operands)."""
-    target = op.target()
-    if len(sources) == 1:
-        (a,) = sources
-        return store(target, lambda r: function(r[a]))
-    if len(sources) == 2:
-        a, b = sources
-        return store(target, lambda r: function(r[a], r[b]))
-    a, b, c = sources
-    return store(target, lambda r: function(r[a], r[b], r[c]))
+    return computes(op.target(), f"c0({registers(sources)})", function)
 
 
-def floats(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of fp32 values as one of their bits."""
-    return lambda *words: np.asarray(function(*(word.view(F32) for word in words)), F32).view(U32)
+def registers(slots: Iterable[int], view: str = "") -> str:
+    """Text of operands."""
+    return ", ".join(f"r[{slot}]{view}" for slot in slots)
 
 
-def signed(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
-    """As one of the type's own integers."""
+def apply_signed(op: Op, function: Callable[..., Any], *sources: int) -> Run:
+    """Write function(operands) of the type's own integers."""
     if not op.kind.startswith("s"):
-        return function
-    kind, bits = SIGNED[op.bits], TYPES[op.bits]
-    return lambda *words: function(*(word.view(kind) for word in words)).astype(kind).view(bits)
+        return apply(op, function, *sources)
+    operands = registers(sources, ".view(c1)")
+    return computes(
+        op.target(), f"c0({operands}).astype(c1, copy=False).view(c2)", function, SIGNED[op.bits], TYPES[op.bits]
+    )
 
 
 def _fma(x: Any, y: Any, z: Any) -> Any:
@@ -90,7 +78,8 @@ FLOATS: dict[str, Callable[..., Any]] = {
 @instruction("ex2", "lg2", "rcp", "sqrt", "rsqrt", "fma.rn.f32", "fma.rn.ftz.f32", "fma.rz.f32", "div.full", "div.rn")
 def _float(op: Op) -> Run:
     name = op.parts[0] + (".NaN" if "NaN" in op.parts else "")
-    return apply(op, floats(flushed(op, FLOATS[name])), *(op.source(i) for i in range(1, len(op.args))))
+    operands = registers((op.source(i) for i in range(1, len(op.args))), ".view(c1)")
+    return computes(op.target(), f"c0({operands}).view(c2)", flushed(op, FLOATS[name]), F32, U32)
 
 
 @instruction("add", "sub", "max", "min", "neg", "abs", "and", "or", "xor", "not")
@@ -116,8 +105,8 @@ def _arithmetic(op: Op) -> Run:
         return apply(op, simple[name], *sources)
     compared = {"max": np.maximum, "min": np.minimum, "abs": np.abs}[name]
     if "relu" in op.parts:
-        return apply(op, signed(op, lambda x, y: np.maximum(compared(x, y), 0)), *sources)
-    return apply(op, signed(op, compared), *sources)
+        return apply_signed(op, lambda x, y: np.maximum(compared(x, y), 0), *sources)
+    return apply_signed(op, compared, *sources)
 
 
 @instruction("mul", "mad")
@@ -130,23 +119,15 @@ def _multiply(op: Op) -> Run:
     a, b = op.source(1), op.source(2)
     result_bits = bits * 2 if mode == "wide" else bits
     target = op.program.slot(op.args[0], op.scope, result_bits)
+    add = f" + r[{op.program.slot(op.args[3], op.scope, result_bits)}]" if op.parts[0] == "mad" else ""
     if mode == "lo":
-        product: Callable[[Any, Any], Any] = np.multiply
-    else:
-        wide = (SIGNED if is_signed else TYPES)[2 * bits] if bits < 64 else None
-        if wide is None:
-            raise NotImplementedError
-        kind = SIGNED[bits] if is_signed else TYPES[bits]
-        shift = bits if mode == "hi" else 0
-        result = TYPES[result_bits]
-
-        def product(x: Any, y: Any) -> Any:
-            return ((x.view(kind).astype(wide) * y.view(kind).astype(wide)) >> wide(shift)).astype(result)
-
-    if op.parts[0] == "mul":
-        return store(target, lambda r: product(r[a], r[b]))
-    c = op.program.slot(op.args[3], op.scope, result_bits)
-    return store(target, lambda r: product(r[a], r[b]) + r[c])
+        return computes(target, f"r[{a}] * r[{b}]{add}")
+    if bits == 64:
+        raise NotImplementedError
+    kinds = SIGNED if is_signed else TYPES
+    x, y = (f"r[{slot}].view(c0).astype(c1)" for slot in (a, b))
+    shift = f" >> c1({bits})" if mode == "hi" else ""
+    return computes(target, f"({x} * {y}{shift}).astype(c2){add}", kinds[bits], kinds[2 * bits], TYPES[result_bits])
 
 
 @instruction("div", "rem")
@@ -158,7 +139,7 @@ def _divide(op: Op) -> Run:
             quotients = [p - q * r for p, q, r in zip(wide_x, quotients, wide_y, strict=True)]
         return np.array(quotients).astype(x.dtype)
 
-    return apply(op, signed(op, divide), op.source(1), op.source(2))
+    return apply_signed(op, divide, op.source(1), op.source(2))
 
 
 @instruction("shl", "shr")
@@ -168,10 +149,13 @@ def _shift(op: Op) -> Run:
     kind = SIGNED[bits] if op.kind.startswith("s") else TYPES[bits]
 
     if op.args[2].isdigit() and int(op.args[2]) < bits:
-        by = kind(int(op.args[2]))
-        if is_left:
-            return apply(op, lambda x: x << by.astype(x.dtype), a)
-        return apply(op, lambda x: (x.view(kind) >> by).view(x.dtype), a)
+        by = np.full(LANES, int(op.args[2]), kind)
+        if is_left or kind is TYPES[bits]:
+            return computes(op.target(), f"r[{a}] {'<<' if is_left else '>>'} c0", by.view(TYPES[bits]))
+        return computes(op.target(), f"(r[{a}].view(c1) >> c0).view(c2)", by, kind, TYPES[bits])
+
+    if kind is TYPES[bits] and bits == 32:  # numpy gives 0 where nothing is left, too
+        return computes(op.target(), f"r[{a}] {'<<' if is_left else '>>'} r[{amount}].view(c0)", U32)
 
     def shift(x: Any, by: Any) -> Any:
         if is_left:
@@ -220,29 +204,31 @@ def _compare(op: Op) -> Run:
     function = COMPARISONS[name[:-1] if is_unordered else name]
     a, b = op.source(1), op.source(2)
 
-    def compare(r: Any) -> Any:
-        x, y = r[a].view(view), r[b].view(view)
+    def compare(x: Any, y: Any) -> Any:
         result = function(x, y)
         if is_unordered:
             return result | np.isnan(x) | np.isnan(y)
-        return result & ~(np.isnan(x) | np.isnan(y)) if name == "ne" and view is F32 else result
+        return result & ~(np.isnan(x) | np.isnan(y))
 
+    is_plain = not is_unordered and not (name == "ne" and view is F32)
+    same = [slot for slot in (a, b) if getattr(op.program.initial[slot], "dtype", None) == view]
+    compared = f"c0({', '.join(f'r[{slot}]' if slot in same else f'r[{slot}].view(c1)' for slot in (a, b))})"
     joined = op.parts[2] if op.parts[2] in ("and", "or", "xor") else ""
     names = op.args[0].split("|")
     target = op.program.slot(names[0], op.scope, 1)
     if len(names) > 1:
         raise NotImplementedError
     if not joined:
-        return store(target, compare)
+        return computes(target, compared, function if is_plain else compare, view)
     c = op.program.slot(op.args[3], op.scope, 1)
     join = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[joined]
-    return store(target, lambda r: join(compare(r), r[c]))
+    return computes(target, f"c2({compared}, r[{c}])", function if is_plain else compare, view, join)
 
 
 @instruction("selp")
 def _select(op: Op) -> Run:
     a, b, c = op.source(1), op.source(2), op.program.slot(op.args[3], op.scope, 1)
-    return store(op.target(), lambda r: np.where(r[c], r[a], r[b]))
+    return computes(op.target(), f"c0(r[{c}], r[{a}], r[{b}])", np.where)
 
 
 @instruction("mov")
@@ -272,5 +258,4 @@ def _move(op: Op) -> Run:
             return total
 
         return store(op.target(), joined)
-    source = op.source(1)
-    return store(op.target(), lambda r: r[source])
+    return computes(op.target(), f"r[{op.source(1)}]")

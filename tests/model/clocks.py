@@ -21,14 +21,14 @@ class Clocks:
     def __init__(self, trace: Trace) -> None:
         agents = len(trace.agents)
         self.trace = trace
-        self.known = np.zeros((agents, agents), np.int32)
+        self.tables = np.zeros((3, agents, agents), np.int32)
+        """What meetings hand on: known, fenced, seen."""
+        self.known, self.fenced, self.seen = self.tables
+        """seen: as `known`, of reads that are over as something came of them, and of nothing else."""
         self.known[np.diag_indices(agents)] = 1
-        self.fenced = np.zeros((agents, agents), np.int32)
         self.tensor = np.zeros((agents, agents), np.int32)
         self.waited = np.zeros((agents, agents), np.int32)
         """Loads and stores of tensor memory that an agent has waited for, and no fence has handed on."""
-        self.seen = np.zeros((agents, agents), np.int32)
-        """As `known`, of reads that are over as something came of them, and of nothing else."""
         self.is_async = np.array(trace.is_async)
         """Agents whose writes the asynchronous proxy sees without a fence."""
         self.is_tensor = np.array([name.startswith("('tensor") for name in trace.agents])
@@ -47,8 +47,7 @@ class Clocks:
     def join(self, agents: tuple[int, ...]) -> None:
         """All of them meet."""
         chosen = list(agents)
-        for table in (self.known, self.fenced, self.seen):
-            table[chosen] = table[chosen].max(axis=0)
+        self.tables[:, chosen] = self.tables[:, chosen].max(axis=1, keepdims=True)
         for agent in chosen:
             self.tick(agent)
 
@@ -64,9 +63,11 @@ class Clocks:
         """Of others' reads, what is before the agent's next access."""
         return np.maximum(self.known[agent], self.seen[agent])
 
-    def tables_of(self, agent: int) -> tuple[Any, Any, Any]:
-        """What it knows, what of it is fenced, and which reads are over, at this time."""
-        return self.known[agent].copy(), self.fenced[agent].copy(), self.of_reads(agent)
+    def tables_of(self, agent: int) -> Any:
+        """What it knows, what of it is fenced, and which reads are over, at this time: [3, agents]."""
+        tables = self.tables[:, agent].copy()
+        np.maximum(tables[2], tables[0], out=tables[2])
+        return tables
 
     def of_issuer(self, agent: int) -> Any:
         """What something asynchronous comes after that a thread starts: of threads' writes those that a fence lies
@@ -133,7 +134,7 @@ class Meeting:
 
     def arrive(self, clocks: Clocks, agent: int, order: str = "", is_remote: bool = False) -> None:
         """order: "relaxed", or the scope; is_remote: from another block."""
-        given = np.stack([clocks.known[agent], clocks.fenced[agent], clocks.seen[agent]])
+        given = clocks.tables[:, agent].copy()
         self.is_relaxed |= order == "relaxed"
         hidden = given * clocks.is_tensor
         if order != "relaxed" and "reads" in clocks.trace.unscoped:
@@ -145,12 +146,13 @@ class Meeting:
             np.maximum(coming, given if is_told else hidden, out=coming)
         clocks.tick(agent)
 
-    def add(self, agent: int, clock: int, known: Any, fenced: Any, of_reads: Any, issuer: int) -> None:
-        """Something asynchronous is done, and with it all before it. Of what its issuer did itself only the reads are:
-        it has used what it read."""
-        given = np.stack([known, fenced, of_reads])
+    def add(self, agent: int, clock: int, tables: Any, issuer: int) -> None:
+        """Something asynchronous is done, and with it all before it: see tables_of. Of what its issuer did itself only
+        the reads are: it has used what it read."""
+        given = tables.copy()
         given[:2, issuer] = 0
-        given[[0, 2], agent] = np.maximum(given[[0, 2], agent], clock)
+        for table in (given[0], given[2]):
+            table[agent] = max(table[agent], clock)
         np.maximum(self.coming, given, out=self.coming)
 
     def turn(self) -> None:
@@ -161,5 +163,5 @@ class Meeting:
         return self.over[int(scope == "cluster")]
 
     def wait(self, clocks: Clocks, agent: int, scope: str = "cluster") -> None:
-        for table, over in zip((clocks.known, clocks.fenced, clocks.seen), self.told(scope), strict=True):
-            np.maximum(table[agent], over, out=table[agent])
+        tables = clocks.tables[:, agent]
+        np.maximum(tables, self.told(scope), out=tables)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from tests.dsl.words import e2m1_code, ue8m0_byte
-from tests.model.alu import FLOATS, SIGNED, apply, floats, store
-from tests.model.ptx import TYPES, Op, Run, instruction
+from tests.model.alu import FLOATS, SIGNED, apply, store
+from tests.model.ptx import TYPES, Op, Run, computes, instruction
 from tests.model.values import (
     E2M1_F32,
     E4M3_F32,
@@ -36,7 +36,7 @@ TO: dict[str, Callable[[Any], Any]] = {"bf16x2": to_bf16, "f16x2": to_f16}
 def _convert(op: Op) -> Run:
     if op.parts[0] == "cvta":
         source = op.source(1, 64)
-        return store(op.target(), lambda r: r[source])
+        return computes(op.target(), f"r[{source}]")
     kinds = [part for part in op.parts[1:] if part.rstrip("0123456789x") or part[0] in "sufb"]
     kinds = [
         part for part in kinds if part not in ("rn", "rz", "rm", "rp", "rni", "rzi", "ftz", "sat", "satfinite", "relu")
@@ -67,6 +67,15 @@ def _convert(op: Op) -> Run:
         raise NotImplementedError
     kind = SIGNED[of_bits] if of[0] == "s" else TYPES[of_bits]
     narrow = TYPES[to_bits] if to[0] != "s" else SIGNED[to_bits]
+
+    if min(of_bits, to_bits) >= 16:  # the usual case, without what changes nothing
+        value = f"r[{source}]"
+        if getattr(op.program.initial[source], "dtype", None) != TYPES[of_bits]:
+            value += ".astype(c0)"
+        if kind is not TYPES[of_bits]:
+            value += ".view(c1)"
+        value += ".astype(c2)" if narrow is TYPES[to_bits] else ".astype(c2).view(c3)"
+        return computes(target, value, TYPES[of_bits], kind, narrow, TYPES[to_bits])
 
     def integers(r: Any) -> Any:
         value = r[source].astype(TYPES[of_bits]).view(kind).astype(narrow)
@@ -139,7 +148,7 @@ def _pairs(op: Op) -> Run:
             return (x.astype(np.float64) * y + z).astype(F32)
 
     def both(*words: Any) -> Any:
-        return pack(to(function(*(of(low(w)) for w in words))), to(function(*(of(high(w)) for w in words))))
+        return to(function(*(of(np.ascontiguousarray(w).view(U16)) for w in words))).astype(U16).view(U32)
 
     return apply(op, both, *(op.source(i, 32) for i in range(1, len(op.args))))
 
@@ -162,7 +171,10 @@ def _magnitudes(op: Op) -> Run:
 
 def _pairs_f32(op: Op) -> Run:
     """An instruction on both fp32 of 64 bits."""
-    function = floats(FLOATS[op.parts[0]])
+    on_floats = FLOATS[op.parts[0]]
+
+    def function(*words: Any) -> Any:
+        return on_floats(*(word.view(F32) for word in words)).view(U32)
 
     def both(*pairs: Any) -> Any:
         lower = function(*((pair & U64(0xFFFFFFFF)).astype(U32) for pair in pairs))

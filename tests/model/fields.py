@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tests.model.alu import apply, store
-from tests.model.ptx import Op, Run, bits_of, instruction
+from tests.model.ptx import LANES, Op, Run, bits_of, computes, instruction
 from tests.model.values import I64, U32, U64
 
 
@@ -21,13 +21,7 @@ def _permute(op: Op) -> Run:
 
     constant = op.args[3]
     if re.fullmatch(r"0x[0-9a-fA-F]+|[0-9]+", constant) and not int(constant, 0) & 0x8888:
-        order = [int(constant, 0) >> 4 * i & 7 for i in range(4)]
-
-        def choose(low: Any, high: Any) -> Any:
-            both = np.stack([low, high], axis=1).view(np.uint8)
-            return np.ascontiguousarray(both[:, order]).view(U32)[:, 0]
-
-        return apply(op, choose, op.source(1), op.source(2))
+        return _permute_by(op, [int(constant, 0) >> 4 * i & 7 for i in range(4)])
 
     def permute(low: Any, high: Any, selectors: Any) -> Any:
         both = low.astype(U64) | (high.astype(U64) << U64(32))
@@ -42,18 +36,45 @@ def _permute(op: Op) -> Run:
     return apply(op, permute, *(op.source(i) for i in (1, 2, 3)))
 
 
+def _permute_by(op: Op, order: list[int]) -> Run:
+    """Byte i of the result is byte order[i] of two words. Bytes that move alike move together."""
+    moves: dict[tuple[int, int], int] = {}
+    for i, byte in enumerate(order):
+        move = byte // 4, i - byte % 4
+        moves[move] = moves.get(move, 0) | 0xFF << 8 * i
+    terms, constants = [], []
+    for (word, by), mask in moves.items():
+        there = (0xFFFFFFFF << 8 * by if by > 0 else 0xFFFFFFFF >> -8 * by) & 0xFFFFFFFF
+        term = f"r[{op.source(1 + word)}]"
+        for sign, number in (("<<" if by > 0 else ">>", abs(8 * by)), ("&", mask)):
+            if number not in (0, there):
+                term = f"({term} {sign} c{len(constants)})"
+                constants.append(np.full(LANES, number, U32))
+        terms.append(term)
+    return computes(op.target(), " | ".join(terms), *constants)
+
+
+OF_TWO = (
+    *("zeros_like(x)", "~(x | y)", "~x & y", "~x", "x & ~y", "~y", "x ^ y", "~(x & y)", "x & y", "~(x ^ y)", "y"),
+    *("~x | y", "x", "x | ~y", "x | y", "~zeros_like(x)"),
+)
+"""Functions of the bits of two words, by what they are where these are (0, 0), (0, 1), (1, 0), (1, 1): lowest first."""
+
+
+def _of_three(table: int) -> str:
+    """A function of three words: what it is where the third is 0, and what that changes where it is not."""
+    zero, one = (sum((table >> 2 * i + z & 1) << i for i in range(4)) for z in (0, 1))
+    if zero == one:
+        return OF_TWO[zero]
+    changes = {15: "z"}.get(zero ^ one, f"({OF_TWO[zero ^ one]}) & z")
+    return changes if zero == 0 else f"({OF_TWO[zero]}) ^ ({changes})"
+
+
 @instruction("lop3")
 def _logic(op: Op) -> Run:
-    table = int(op.args[4], 0)
-
-    def logic(x: Any, y: Any, z: Any) -> Any:
-        result = np.zeros_like(x)
-        for i in range(8):
-            if table >> i & 1:
-                result |= (x if i & 4 else ~x) & (y if i & 2 else ~y) & (z if i & 1 else ~z)
-        return result
-
-    return apply(op, logic, *(op.source(i) for i in (1, 2, 3)))
+    words = {name: f"r[{op.source(i)}]" for i, name in enumerate("xyz", 1)}
+    text = re.sub(r"\b[xyz]\b", lambda found: words[found[0]], _of_three(int(op.args[4], 0)))
+    return computes(op.target(), text.replace("zeros_like", "c0"), np.zeros_like)
 
 
 @instruction("bfe.u32", "bfe.s32")
@@ -84,18 +105,20 @@ def _insert(op: Op) -> Run:
 
 @instruction("popc", "clz", "brev", "bfind", "fns")
 def _count(op: Op) -> Run:
-    def each(function: Callable[[int], int]) -> Callable[[Any], Any]:
-        return lambda words: np.array([function(int(word)) for word in words], U32)
-
-    functions: dict[str, Callable[[int], int]] = {
-        "popc": lambda x: bin(x).count("1"),
-        "clz": lambda x: op.bits - x.bit_length(),
-        "brev": lambda x: int(f"{x:032b}"[::-1], 2),
-        "bfind": lambda x: (x.bit_length() - 1) & 0xFFFFFFFF,
+    functions: dict[str, Callable[[Any], Any]] = {
+        "popc": lambda words: np.unpackbits(words.view(np.uint8).reshape(len(words), -1), axis=1).sum(axis=1),
+        "clz": lambda words: op.bits - _bit_lengths(words),
+        "brev": lambda words: np.array([int(f"{int(word):032b}"[::-1], 2) for word in words]),
+        "bfind": lambda words: _bit_lengths(words) - 1,
     }
     if op.parts[0] not in functions or bits_of(op.kind) not in (32, 64):
         raise NotImplementedError
     target = op.program.slot(op.args[0], op.scope, 32)
     source = op.source(1)
-    count = each(functions[op.parts[0]])
-    return store(target, lambda r: count(r[source]))
+    return computes(target, f"c0(r[{source}]).astype(c1)", functions[op.parts[0]], U32)
+
+
+def _bit_lengths(words: Any) -> Any:
+    half = words.dtype.type(16)  # a float64 holds each part
+    upper, lower = (np.frexp(part.astype(np.float64))[1] for part in (words >> half, words & words.dtype.type(0xFFFF)))
+    return np.where(upper > 0, upper + 16, lower)

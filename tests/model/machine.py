@@ -158,7 +158,7 @@ class Cluster:
         self.queues: list[deque[Task]] = []
         self.arrived = [0, 0]
         """At the cluster's barrier: threads, and how often it has opened."""
-        self.counts = [0] * len(program.ops)
+        self._counts, self._block_counts = [0] * len(program.ops), [0] * len(program.ops)
         self.blocks = [Block(rank, first + rank) for rank in range(blocks)]
         self.warps = [Warp(self, block, i) for block in self.blocks for i in range(program.threads // LANES)]
         self._orders = [self.random.sample(range(len(self.warps)), len(self.warps)) for _ in range(16)]
@@ -171,6 +171,15 @@ class Cluster:
     @property
     def threads(self) -> int:
         return len(self.warps) * LANES
+
+    @property
+    def counts(self) -> list[int]:
+        """How often each instruction ran: by itself, and with its block."""
+        counts = self._counts[:]
+        for block in filter(None, self.program.blocks):
+            for i in range(block.first, block.first + block.size):
+                counts[i] += self._block_counts[block.first]
+        return counts
 
     def _initial(self, value: Any, warp: Warp) -> Any:
         if isinstance(value, int):
@@ -268,9 +277,10 @@ class Cluster:
 
     def _run(self, warp: Warp, count: int) -> None:
         """So many instructions, or fewer if it has to wait, or asked for something that is not there yet."""
-        ops, runs, branches, counts = self.program.ops, self.program.runs, self.program.branches, self.counts
+        program, counts = self.program, self._counts
+        runs, branches, blocks = program.runs, program.branches, program.blocks
         part, parts = None, warp.parts
-        for _ in range(count):
+        while count > 0:
             if len(parts) == 1:
                 part = parts[0]
             elif part is None or part is not parts[0] or part.waits is not None or part.at >= parts[1].at:
@@ -278,16 +288,32 @@ class Cluster:
             if part is None or (part.waits is not None and not part.waits()):
                 return
             at = part.at
-            counts[at] += 1
+            block, function = blocks[at], None
+            if block is not None and part.waits is None and block.size <= count and _is_alone(part, parts, block.size):
+                function = program.function(block, part.lanes is None)
             try:
-                branch = branches[at]
-                if branch is not None:
-                    if not self._branch(warp, part, branch):
-                        part = None
-                    continue
-                warp.part = part
-                if runs[at](warp, part.lanes) is not False:
-                    part.at, part.waits = at + 1, None
+                if block is not None and function is not None:
+                    warp.part = part
+                    done = function(warp, warp.r, part.lanes)
+                    part.at = at + done
+                    if done == block.size:
+                        self._block_counts[at] += 1
+                        count -= done
+                    else:  # the next one ran, and has to wait
+                        for i in range(at, at + done + 1):
+                            counts[i] += 1
+                        count -= done + 1
+                else:
+                    counts[at] += 1
+                    count -= 1
+                    branch = branches[at]
+                    if branch is not None:
+                        if not self._branch(warp, part, branch):
+                            part = None
+                        continue
+                    warp.part = part
+                    if runs[at](warp, part.lanes) is not False:
+                        part.at, part.waits = at + 1, None
                 if warp.asks:
                     # in vain: others first
                     warp.asks, self.vain = False, self.vain + 1
@@ -297,7 +323,8 @@ class Cluster:
             except Hang:
                 raise
             except Exception as error:
-                raise type(error)(f"{warp.name}, instruction {at}: {ops[at].text}: {error}") from error
+                at += getattr(error, "at", 0)
+                raise type(error)(f"{warp.name}, instruction {at}: {program.ops[at].text}: {error}") from error
 
     def _next_part(self, warp: Warp) -> Part | None:
         """The part that is behind all others that can run; those that meet become one."""
@@ -361,3 +388,8 @@ class Cluster:
         ]
         states = [f"mbarrier {at:#x}: {barrier}" for at, barrier in sorted(self.mbarriers.items())]
         return "\n".join(["nothing can go on", *lines, *states])
+
+
+def _is_alone(part: Part, parts: list[Part], size: int) -> bool:
+    """Whether so many instructions of a part meet no other part."""
+    return len(parts) == 1 or (part is parts[0] and part.at + size <= parts[1].at)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,27 @@ class Bytes:
     def __init__(self, size: int) -> None:
         self.bytes = np.full(size, POISON, np.uint8)
         self.views = {bits: self.bytes.view(TYPES[bits]) for bits in (8, 16, 32, 64)}
-        self._steps = {count: np.arange(count) for count in (1, 2, 4, 8, 16)}
+        # what is accessed at a time, whatever it holds: one element instead of several is much quicker
+        self.views[128] = self.bytes.view(np.complex128)
 
     def load(self, at: Any, bits: int, count: int) -> Any:
-        """[n, count] elements from the positions at[n] on, which are multiples of all of them."""
-        return self.views[bits][(at // (bits // 8))[:, None] + self._steps[count]]
+        """[n, count] elements from the positions at[n] on, which are multiples of all of them, or of 16 bytes."""
+        if bits * count > 128:
+            half = count // 2
+            return np.hstack([self.load(at, bits, half), self.load(at + bits // 8 * half, bits, half)])
+        found = self.views[bits * count][at // (bits * count // 8)]
+        return found.view(TYPES[bits]).reshape(-1, count)
 
     def store(self, at: Any, values: Any, bits: int) -> None:
         """[n, count] elements."""
-        self.views[bits][(at // (bits // 8))[:, None] + self._steps[values.shape[1]]] = values
+        count = values.shape[1]
+        if bits * count > 128:
+            half = count // 2
+            self.store(at, values[:, :half], bits)
+            self.store(at + bits // 8 * half, values[:, half:], bits)
+            return
+        view = self.views[bits * count]
+        view[at // (bits * count // 8)] = np.ascontiguousarray(values, TYPES[bits]).view(view.dtype)[:, 0]
 
 
 class GlobalMemory(Bytes):
@@ -41,6 +54,8 @@ class GlobalMemory(Bytes):
         self.writable = np.zeros(size, np.bool_)
         self.written = np.zeros(size, np.uint8)
         self._end = self.GAP
+        self._tensors: list[tuple[int, int, bool]] = []
+        """Of each, in order: where it is, where it ends, whether it can be written."""
 
     def put(self, values: Any, align: int = 256) -> int:
         """Address of a copy of an array, which is input."""
@@ -48,12 +63,14 @@ class GlobalMemory(Bytes):
         start = self._reserve(raw.size, align)
         self.bytes[start : start + raw.size] = raw
         self.readable[start : start + raw.size] = True
+        self._tensors.append((start, start + raw.size, False))
         return self.BASE + start
 
     def reserve(self, size: int, align: int = 256) -> int:
         """Address of so many bytes for results."""
         start = self._reserve(size, align)
         self.readable[start : start + size] = self.writable[start : start + size] = True
+        self._tensors.append((start, start + size, True))
         return self.BASE + start
 
     def get(self, address: int, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -72,6 +89,8 @@ class GlobalMemory(Bytes):
     def position(self, address: Any, width: int, is_write: bool = False) -> Any:
         """Of addresses (uint64) of `width` bytes each."""
         at = address.astype(np.int64) - self.BASE
+        if self._is_in_one_tensor(at, width, is_write):
+            return at
         allowed = self.writable if is_write else self.readable
         inside = (at >= 0) & (at < self.bytes.size - width)
         if not inside.all() or not (allowed[at] & allowed[at + width - 1]).all():
@@ -81,6 +100,18 @@ class GlobalMemory(Bytes):
                 f"global access of {width} bytes at {_first(address, at % min(width, 16) == 0)}: misaligned"
             )
         return at
+
+    def _is_in_one_tensor(self, at: Any, width: int, is_write: bool) -> bool:
+        """Whether all of them are in the same tensor and aligned, as they nearly always are."""
+        numbers = at.tolist()
+        if not numbers:
+            return False
+        first = bisect.bisect(self._tensors, (min(numbers), self.bytes.size)) - 1
+        if first < 0:
+            return False
+        _, end, is_writable = self._tensors[first]
+        is_inside = max(numbers) + width <= end and (is_writable or not is_write)
+        return is_inside and not np.bitwise_or.reduce(at) % min(width, 16)
 
     def note_written(self, at: Any, width: int) -> None:
         """Count how often bytes were written."""
@@ -104,6 +135,16 @@ class SharedMemory(Bytes):
     def position(self, address: Any, width: int) -> Any:
         """Of addresses (uint32) of `width` bytes each."""
         address = address.astype(np.int64)
+        numbers = address.tolist()
+        if numbers:
+            start = min(numbers) & ~((1 << self.RANK) - 1)
+            if (
+                min(numbers) - start >= self.BASE
+                and max(numbers) - start + width <= self.BASE + self.size
+                and start >> self.RANK < self.blocks
+                and not np.bitwise_or.reduce(address) % width
+            ):
+                return address + ((start >> self.RANK) * self.SPAN - start)
         rank, offset = address >> self.RANK, address & ((1 << self.RANK) - 1)
         inside = (rank < self.blocks) & (offset >= self.BASE) & (offset + width <= self.BASE + self.size)
         if not inside.all():

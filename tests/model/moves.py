@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -126,7 +127,7 @@ def _store(op: Op) -> Run:
     return store
 
 
-ATOMICS = {"add": np.add, "or": np.bitwise_or}
+ATOMICS = {"add": operator.add, "or": operator.or_}
 
 
 @instruction("red", "atom")
@@ -141,13 +142,11 @@ def _atomic(op: Op) -> Run:
 
     def change(warp: Any, lanes: Any) -> None:
         position = warp.shared.position(chosen(lanes, addresses(warp, *address)), 4)
-        values = chosen(lanes, warp.r[source]).astype(np.uint32)
-        found = np.zeros(len(position), np.uint32)
-        for i in range(len(position)):
-            at = position[i : i + 1]
-            found[i] = warp.shared.load(at, 32, 1)[0, 0]
-            warp.shared.store(at, combine(found[i], values[i]).astype(np.uint32).reshape(1, 1), 32)
+        words, found = memoryview(warp.shared.views[32]), []
+        for at, value in zip((position >> 2).tolist(), chosen(lanes, warp.r[source]).tolist(), strict=True):
+            found.append(words[at])
+            words[at] = combine(found[-1], value) & 0xFFFFFFFF
         if target is not None:
-            put(warp, target, lanes, found.astype(warp.r[target].dtype))
+            put(warp, target, lanes, np.array(found, warp.r[target].dtype))
 
     return change

@@ -68,9 +68,16 @@ class Kernel:
         return dict(sorted(found.items()))
 
     def missed(self, every: int = 1, first: int = 0) -> tuple[int, list[Mutant]]:
-        """How many bugs were planted, every so manyth of all there are, and those that nothing finds."""
-        planted = list(self.planted().values())[first::every]
+        """How many bugs were planted, every so manyth of all there are or, with 0, one of each kind, and those that
+        nothing finds."""
+        planted = list(self.planted().values())[first::every] if every else self._of_each_kind(first)
         return len(planted), [places[0][1] for places in planted if not self._is_found(places)]
+
+    def _of_each_kind(self, first: int) -> list[list[tuple[Trace, Mutant]]]:
+        kinds: dict[str, list[list[tuple[Trace, Mutant]]]] = {}
+        for (_, name), places in self.planted().items():
+            kinds.setdefault(name, []).append(places)
+        return [bugs[first % len(bugs)] for bugs in kinds.values()]
 
     def _is_found(self, places: list[tuple[Trace, Mutant]]) -> bool:
         if any(problems(trace, mutant, ignores=self.ignores) for trace, mutant in places):
@@ -141,7 +148,7 @@ class Kernel:
 
     def check(self, left: Mapping[tuple[str, str], tuple[int, str]], every: int = 1, first: int = 0) -> tuple[int, int]:
         """That every bug that nothing finds is in a table, of (role, what is wrong): so many, and the reason, which has
-        to hold where it is a rule's. Returns how many were planted, and how many nothing finds."""
+        to hold where it is a rule's. Returns how many were planted (see `missed`), and how many nothing finds."""
         count, missed = self.missed(every, first)
         found: Counter[tuple[str, str]] = Counter()
         for mutant in missed:
@@ -152,5 +159,5 @@ class Kernel:
             assert found[key] <= left[key][0], f"not found, and more than the table has: {text}"
             why = left[key][1]
             assert why not in (TELLS_NOTHING, IS_REPEATED) or self.rule(mutant) == why, f"no rule says so: {text}"
-        assert every > 1 or dict(found) == {key: number for key, (number, _) in left.items()}
+        assert every != 1 or dict(found) == {key: number for key, (number, _) in left.items()}
         return count, len(missed)

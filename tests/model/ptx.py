@@ -27,6 +27,12 @@ where it may have to wait; else nothing."""
 TRUE, FALSE = bytes([1]) * LANES, bytes(LANES)
 """Predicates that all lanes agree on, as bytes: to compare these is much quicker than to ask numpy."""
 
+LONGEST = 32
+"""Instructions of a block at most."""
+
+OFTEN = 16
+"""Times that a block runs instruction by instruction before it becomes one function."""
+
 _COMPILERS: dict[str, Callable[[Op], Run]] = {}
 
 
@@ -112,6 +118,25 @@ class Branch:
     target: int
 
 
+BlockRun = Callable[[Any, list[Any], Any], int]
+
+
+@dataclass(eq=False)
+class Block:
+    """Instructions from number `first` on that follow each other: from a label, or from what ends a block, which is a
+    branch, an instruction that may have to wait, or LONGEST of them.
+
+    runs   all of them as one function of a warp, its registers and the lanes that run, for some lanes and for all 32,
+           once they have run often. It returns how many are done: fewer than all if the next one has to wait
+    asked  how often they have run, for some lanes and for all
+    """
+
+    first: int
+    size: int
+    runs: list[BlockRun | None] = field(default_factory=lambda: [None, None])
+    asked: list[int] = field(default_factory=lambda: [0, 0])
+
+
 @dataclass
 class Program:
     """Entry point `name` of a PTX text.
@@ -120,6 +145,7 @@ class Program:
     ops       instructions, by number
     labels    (name, scope) -> number of the instruction behind it
     runs      what the instructions compile to; branches: of those that are one, who goes where
+    blocks    by number of the first instruction; None where none begins
     """
 
     name: str
@@ -132,6 +158,7 @@ class Program:
     shared_symbols: list[str] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     branches: list[Branch | None] = field(default_factory=list)
+    blocks: list[Block | None] = field(default_factory=list)
     mentions: Counter[str] = field(default_factory=Counter)
 
     def slot(self, name: str, scope: tuple[int, ...], bits: int) -> int:
@@ -191,7 +218,18 @@ class Program:
         if run is None:
             raise NotImplementedError(op.text)
         copy.runs[op.number] = run
+        copy.blocks = [
+            Block(block.first, block.size) if block and 0 <= op.number - block.first < block.size else block
+            for block in self.blocks
+        ]
         return copy
+
+    def function(self, block: Block, of_all: bool) -> BlockRun | None:
+        """Of a block for all lanes or for some, if it has run often."""
+        block.asked[of_all] += 1
+        if block.runs[of_all] is None and block.asked[of_all] > OFTEN:
+            block.runs[of_all] = _function_of(self.runs[block.first : block.first + block.size], of_all)
+        return block.runs[of_all]
 
     def find(self, pattern: str) -> list[Op]:
         """Instructions whose text matches."""
@@ -292,6 +330,89 @@ def _compile(program: Program) -> None:
     if unknown:
         raise ValueError(f"{program.name}: expected instructions that the model knows, got {sorted(unknown)}")
     program.runs += [run for run in runs if run is not None]
+    program.blocks += _blocks_of(program)
+
+
+def _blocks_of(program: Program) -> list[Block | None]:
+    blocks: list[Block | None] = [None] * len(program.ops)
+    labels, block = {*program.labels.values()}, None
+    for i, op in enumerate(program.ops):
+        if is_branch(op):
+            block = None
+            continue
+        if block is None or i in labels or block.size == LONGEST:
+            block = blocks[i] = Block(i, 0)
+        block.size += 1
+        if op.parts[0] in ("bar", "barrier") or "wait" in op.opcode:
+            block = None
+    return blocks
+
+
+def _function_of(runs: list[Run], of_all: bool) -> BlockRun:
+    """Made of the text of what only computes, and of calls of the others. What one raises says which one in `at`."""
+    names: dict[str, Any] = {"TRUE": TRUE, "FALSE": FALSE, "where": np.where}
+    mask = "None" if of_all else "lanes"
+    lines = [f"    {line}" for i, run in enumerate(runs) for line in (f"at = {i}", *_lines(run, i, names, mask))]
+    end = ["  except Exception as error:", "    error.at = at", "    raise", f"  return {len(runs)}"]
+    exec("\n".join(["def run(warp, r, lanes):", "  try:", *lines, *end]), names)
+    made: BlockRun = names["run"]
+    return made
+
+
+def _lines(run: Run, number: int, names: dict[str, Any], lanes: str) -> list[str]:
+    guard, formula = getattr(run, "guard", None), getattr(run, "formula", None)
+    if guard is not None:
+        predicate, is_negated, guarded = guard
+        some, of_all = ([f"  {line}" for line in _lines(guarded, number, names, mask)] for mask in ("own", "None"))
+        if lanes != "None":
+            return [f"own = {'~' * is_negated}r[{predicate}] & lanes", "if own.tobytes() != FALSE:", *some]
+        own = f"own = {'~' * is_negated}r[{predicate}]; flags = own.tobytes()"
+        return [own, "if flags == TRUE:", *of_all, "elif flags != FALSE:", *some]
+    if formula is None:
+        names[f"run{number}"] = run
+        return [f"if run{number}(warp, {lanes}) is False: return at"]
+    names.update((f"{name}_{number}", value) for name, value in formula.constants.items())
+    value = re.sub(r"\bc\d\b", lambda found: f"{found[0]}_{number}", formula.text)
+    target = f"r[{formula.target}]"
+    return [f"{target} = {value}" if lanes == "None" else f"{target} = where({lanes}, {value}, {target})"]
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What an instruction that only computes writes to a register: Python text, of registers r[slot] and of constants
+    c0, c1 ..."""
+
+    target: int
+    text: str
+    constants: dict[str, Any]
+
+
+def computes(target: int, text: str, *constants: Any) -> Run:
+    """Writes to the lanes that run: see Formula."""
+    formula = Formula(target, text, {f"c{i}": value for i, value in enumerate(constants)})
+    slots: list[int] = []
+
+    def variable(found: re.Match[str]) -> str:
+        slots.append(int(found[1]))
+        return f"r[s{len(slots) - 1}]"
+
+    value = _factory(re.sub(r"\br\[(\d+)\]", variable, text), len(slots), len(constants))(*slots, *constants)
+
+    def run(warp: Any, lanes: Any) -> None:
+        registers = warp.r
+        new = value(registers)
+        registers[target] = new if lanes is None else np.where(lanes, new, registers[target])
+
+    run.formula = formula  # type: ignore[attr-defined]
+    return run
+
+
+@functools.cache
+def _factory(text: str, slots: int, constants: int) -> Callable[..., Callable[[Any], Any]]:
+    """From slots and constants to the function of registers."""
+    names = [*(f"s{i}" for i in range(slots)), *(f"c{i}" for i in range(constants))]
+    made: Callable[..., Callable[[Any], Any]] = eval(f"lambda {', '.join(names)}: lambda r: {text}")
+    return made
 
 
 def _run_of(op: Op) -> Run | None:
@@ -341,4 +462,5 @@ def _predicated(op: Op, run: Run, name: str, is_negated: bool) -> Run:
             return run(warp, None)
         return run(warp, own) if flags != FALSE else True
 
+    guarded.guard = slot, is_negated, run  # type: ignore[attr-defined]
     return guarded

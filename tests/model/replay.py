@@ -83,7 +83,7 @@ class Replay(Schedule):
 
         def land() -> None:
             for agent, copies, clock, known in tables:
-                self.meetings[place].add(copies, clock, *known, agent)
+                self.meetings[place].add(copies, clock, known, agent)
             self._turn(place, step, lambda barrier: barrier.arrive(arrivals))
 
         self._later(land)
@@ -99,7 +99,7 @@ class Replay(Schedule):
         known = self.clocks.tables_of(issuer)
 
         def land() -> None:
-            self.meetings[place].add(agent, clock, *known, issuer)
+            self.meetings[place].add(agent, clock, known, issuer)
             self._turn(place, step, lambda barrier: barrier.complete(size))
 
         self._later(land)
@@ -188,14 +188,14 @@ class Replay(Schedule):
             return
         issuer = step.agents[0]
         done = [(agent, self.sequence[agent]) for agent in self.trace.started_by(warp)]
-        known, fenced, of_reads = self.clocks.tables_of(issuer)
-        waited = self.clocks.waited[issuer].copy()
+        tables = self.clocks.tables_of(issuer)
+        for table in (tables[0], tables[2]):
+            np.maximum(table, self.clocks.waited[issuer], out=table)
         self.clocks.tick(issuer)
 
         def land() -> None:
             for agent, clock in done:
-                tables = np.maximum(known, waited), fenced, np.maximum(of_reads, waited)
-                self.meetings[place].add(agent, clock, *tables, issuer)
+                self.meetings[place].add(agent, clock, tables, issuer)
             self._turn(place, step, lambda barrier: barrier.arrive())
 
         self._later(land, ("commit", warp))

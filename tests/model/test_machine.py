@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from tests.model import orders, trace
+from tests.model import orders, ptx, trace
 from tests.model.launch import pack, run_grid
 from tests.model.machine import Hang
 from tests.model.memory import GlobalMemory
@@ -46,6 +50,23 @@ TURNED = """
 }
 """
 """Each thread has what another one has loaded."""
+
+PARTED = """
+    ld.global.b32 %r5, [%rd4];
+    and.b32 %r6, %r2, 1;
+    setp.ne.b32 %p3, %r6, 0;
+    setp.lt.u32 %p4, %r2, 8;
+    @%p3 bra odd;
+    add.s32 %r5, %r5, 500;
+    @%p4 add.s32 %r5, %r5, 2000;
+    odd:
+    add.s32 %r5, %r5, 1;
+    @!%p3 add.s32 %r5, %r5, 7;
+    st.global.b32 [%rd5], %r5;
+    ret;
+}
+"""
+"""Threads of a warp go two ways."""
 
 HANDED = """
     @%p1 bra made;
@@ -150,6 +171,16 @@ TAKEN = """
 """Blocks that take tensor memory as a pair."""
 
 SOURCE = np.arange(64, dtype=np.uint32) + 1000
+OF_PARTED = SOURCE + np.where(np.arange(64) % 2, 1, np.where(np.arange(64) < 8, 2508, 508)).astype(np.uint32)
+
+
+@pytest.fixture(autouse=True, params=[0, 10**9], ids=["blocks", "instructions"])
+def often(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Blocks are functions at once, or never."""
+    monkeypatch.setattr(ptx, "OFTEN", request.param)
+    parse.cache_clear()
+    yield request.param
+    parse.cache_clear()
 
 
 def without(body: str, line: str) -> str:
@@ -175,6 +206,7 @@ def run(
     ("body", "expected"),
     [
         (TURNED, SOURCE[::-1]),
+        (PARTED, OF_PARTED),
         (HANDED, np.concatenate([SOURCE[:32], SOURCE[:32]])),
         (COPIED, SOURCE),
     ],
@@ -184,6 +216,41 @@ def test_right_programs(body: str, expected: np.ndarray) -> None:
         _, out, problems = run(body, seed)
         assert (out == expected).all()
         assert problems == []
+
+
+@pytest.mark.parametrize("body", [TURNED, PARTED, HANDED, COPIED, PAIRED])
+def test_blocks_run_what_their_instructions_run(body: str, often: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often, in the same order, with the same results."""
+    blocks, found = 1 + (body is PAIRED), []
+    for number in (often, 10**9):
+        monkeypatch.setattr(ptx, "OFTEN", number)
+        program, memory = parse(HEAD + body), GlobalMemory(1 << 16)
+        parameters = pack(program, [memory.put(SOURCE), memory.reserve(256 * blocks)])
+        shape = {"blocks": blocks, "cluster": blocks, "rows": blocks, "size": 1024}
+        records, make = orders.recorder(program)
+        counts = [run_grid(program, parameters, memory, seed=seed, events=make, **shape) for seed in range(4)]
+        events = [(e.op, e.kind, e.lanes) for record in records for warp in record.warps for e in warp.events]
+        found.append((np.array(counts).tolist(), events, memory.bytes.tobytes()))
+        parse.cache_clear()
+    assert found[0] == found[1]
+
+
+def test_a_changed_instruction_changes_its_block(often: int) -> None:
+    assert (run(TURNED)[1] == SOURCE[::-1]).all()
+    program = parse(HEAD + TURNED)
+    (op,) = program.find(r"^sub\.s32 %r6")
+    changed, memory = program.with_op(replace(op, args=["%r6", "%r3", "0"])), GlobalMemory(1 << 16)
+    for one, expected in ((changed, SOURCE), (program, SOURCE[::-1])):
+        parameters = pack(one, [memory.put(SOURCE), out := memory.reserve(256)])
+        run_grid(one, parameters, memory, blocks=1, size=1024)
+        assert (memory.get(out, (64,), np.uint32) == expected).all()
+
+
+def test_an_error_names_its_instruction(often: int) -> None:
+    for line in ("ld.global.b32 %r5, [%rd4];", "st.shared.b32 [%r4], %r5;", "ld.shared.b32 %r8, [%r7];"):
+        wrong = line.replace("]", "+2]")
+        with pytest.raises(IndexError, match=re.escape(wrong.rstrip(";"))):
+            run(TURNED.replace(line, wrong))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,22 +46,29 @@ def _shuffle(op: Op) -> Run:
     value, by, clamp = (op.source(i, 32) for i in (1, 2, 3))
 
     def shuffle(warp: Any, lanes: Any) -> None:
-        amount, limits = warp.r[by].astype(np.int64), warp.r[clamp].astype(np.int64)
-        segment, most = limits >> 8 & 31, limits & 31
-        first = LANE & segment
-        last = first | (most & ~segment)
-        source = {
-            "bfly": LANE ^ amount,
-            "idx": first | (amount & ~segment & 31),
-            "up": LANE - amount,
-            "down": LANE + amount,
-        }[mode]
-        is_inside = source >= last if mode == "up" else source <= last
-        put(warp, target, lanes, _of(lanes, warp.r[value][np.where(is_inside, source, LANE)]))
+        source, is_inside = _sources(mode, warp.r[by].tobytes(), warp.r[clamp].tobytes())
+        put(warp, target, lanes, _of(lanes, warp.r[value][source]))
         if inside is not None:
             put(warp, inside, lanes, _of(lanes, is_inside))
 
     return exchange(op, shuffle)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sources(mode: str, by: bytes, clamp: bytes) -> tuple[Any, Any]:
+    """Lanes that a shuffle takes values of, and whether they are inside of their segments."""
+    amount, limits = (np.frombuffer(words, U32).astype(np.int64) for words in (by, clamp))
+    segment, most = limits >> 8 & 31, limits & 31
+    first = LANE & segment
+    last = first | (most & ~segment)
+    source = {
+        "bfly": LANE ^ amount,
+        "idx": first | (amount & ~segment & 31),
+        "up": LANE - amount,
+        "down": LANE + amount,
+    }[mode]
+    is_inside = source >= last if mode == "up" else source <= last
+    return np.where(is_inside, source, LANE), is_inside
 
 
 def _of(lanes: Any, vector: Any) -> Any:
@@ -76,10 +84,10 @@ def _vote(op: Op) -> Run:
     target = op.program.slot(op.args[0], op.scope, 32 if mode == "ballot" else 1)
 
     def vote(warp: Any, lanes: Any) -> None:
-        given = _of(lanes, warp.r[source] ^ is_negated)
+        votes = warp.r[source] ^ is_negated
+        given = _of(lanes, votes)
         if mode == "ballot":
-            numbers = LANE if lanes is None else LANE[lanes]
-            result: Any = U32(int(sum(1 << int(i) for i in numbers[given])))
+            result: Any = np.packbits(votes if lanes is None else votes & lanes, bitorder="little").view(U32)[0]
         else:
             result = {"any": given.any(), "all": given.all(), "uni": given.all() or not given.any()}[mode]
         put(warp, target, lanes, np.full(len(given), result))

@@ -207,7 +207,7 @@ def test_fake_tensors_run_the_checks_and_nothing_else() -> None:
 
 
 def test_opcheck_and_compile() -> None:
-    helpers.check_op("test_double", *args(3))
+    helpers.check_op("test_double", *args(3), traces=True)
 
     @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
     def f(x: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,18 +26,6 @@ from layers.v41_config import V41_PRESETS
 ROOT = Path(__file__).parent.parent.parent
 needs_dsl = pytest.mark.skipif(not importlib.util.find_spec("cutlass"), reason="CuTe DSL is not installed")
 FLASH = MODELS["v4-flash"]
-
-
-def test_all_ops_imports_every_package_and_no_kernel() -> None:
-    code = (
-        "import sys\n"
-        "from cute_kernels.runtime.registry import all_ops, ops_with_kernels\n"
-        "names = set(all_ops())\n"
-        "assert {'sparse_mla_decode', 'fused_q_kv_rmsnorm', 'top_k_per_row_decode'} <= names, names\n"
-        "assert {op.name for op in ops_with_kernels()} <= names\n"
-        "sys.exit('cutlass' in sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 @needs_dsl

@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -195,31 +195,61 @@ def kind_of_cluster(key: KernelKey) -> tuple[str, ...]:
     return key.kernel_name, *(f"{name}={value}" for name, value in values.items() if value is not None)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
-def test_every_kernel_of_a_deployment_runs(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    """Called on a GPU of that capability, examples ask for all keys that deployments have, and soaks for clusters'."""
+def zeros(*size: Any, generator: torch.Generator | None = None, **options: Any) -> torch.Tensor:
+    return torch.zeros(*size, **options)
+
+
+CAPABILITIES = (8, 0), (9, 0), (10, 0), (12, 0)
+
+
+@pytest.fixture(scope="module")
+def needs() -> dict[tuple[int, int], list[verify.Needs]]:
+    """What each op needs on GPUs of each capability: its examples, which take longest, are made once."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
-    for op in all_ops().values():
-        verify.examples_of(op)  # what it imports takes the function that is replaced now
-    # nothing is written
-    monkeypatch.setattr(verify, "clone_arguments", lambda args, device: tuple(args))
-    forget_devices()
+    found: dict[tuple[int, int], list[verify.Needs]] = {capability: [] for capability in CAPABILITIES}
+    capabilities = list(CAPABILITIES)
+    cases_of, made = verify.cases_of, {}
+
+    def cases_once(op: Op, kind: str = "EXAMPLES") -> Callable[[], Iterable[Any]] | None:
+        cases = cases_of(op, kind)
+        if cases is not None and (op.name, kind) not in made:
+            made[op.name, kind] = list(cases())
+        return None if cases is None else lambda: made[op.name, kind]
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        needs = [verify.needs_of(op, CPU) for op in all_ops().values() if op.kernel is not None]
-    finally:
-        torch.set_num_threads(threads)
-        forget_devices()
-    deployed = {key for need in needs for key in need.deployed}
-    reached = {key for need in needs for key in need.keys}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: None)
+        patch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[0])
+        patch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
+        for op in all_ops().values():
+            verify.examples_of(op)  # what it imports takes the function that is replaced now
+        # nothing is written, and nobody reads numbers
+        patch.setattr(verify, "clone_arguments", lambda args, device: tuple(args))
+        patch.setattr(torch, "randn", zeros)
+        patch.setattr(verify, "cases_of", cases_once)
+        for op in (op for op in all_ops().values() if op.kernel is not None):
+            made.clear()
+            for capability in CAPABILITIES:
+                capabilities[0] = capability
+                forget_devices()
+                found[capability].append(verify.needs_of(op, CPU))
+    torch.set_num_threads(threads)
+    forget_devices()
+    return found
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_kernel_of_a_deployment_runs(
+    needs: dict[tuple[int, int], list[verify.Needs]], capability: tuple[int, int]
+) -> None:
+    """Called on a GPU of that capability, examples ask for all keys that deployments have, and soaks for clusters'."""
+    deployed = {key for need in needs[capability] for key in need.deployed}
+    reached = {key for need in needs[capability] for key in need.keys}
     assert len(deployed) > 200
     assert sorted(key.identity for key in deployed - reached) == []
     # those whose CTAs work together run hundreds of times, with delays
-    soaked = {kind_of_cluster(key) for need in needs for key in need.soaked}
+    soaked = {kind_of_cluster(key) for need in needs[capability] for key in need.soaked}
     together = {kind_of_cluster(key) for key in deployed if "barrier.cluster" in key.instructions}
     assert bool(together) == (capability in CLUSTERS)
     assert sorted(together - soaked) == []
