@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block tables and batches of requests in plain torch, for references and metadata.
 
+A block table is int32 [requests, width]: column j of a request's row names the page of its cache that holds the rows
+j * rows_per_page and on; a negative number is no page. Row r of page p is slot p * rows_per_page + r of the pool.
+
 Every product is 64-bit, nothing invalid forms an address.
 """
 

@@ -2,6 +2,24 @@
 """DeepSeek-V4 and V4.1 attention layers made of cute_kernels' ops: torch modules, caches, metadata and checkpoints.
 
 The package is cute_kernels.layers. In a checkout, whose top level has its folder, `layers` is a second name of it.
+
+config.py, checkpoint.py    a model's numbers from its config.json, and a layer's weights from its files
+attention.py                a whole layer; what it is made of:
+    linear.py, stacked.py       products, also of several linears at once
+    rotary.py, compressor.py    rotary tables; tokens become cache entries
+    indexer.py                  which entries a row attends to
+    mla.py, prefill_form.py     attention over the caches; in which form a prefill step takes it
+    output.py                   from heads to hidden states
+mtp.py                      norms of the layer that predicts further tokens
+caches.py, metadata.py      pools and their specs; block tables, and what the layers of a step share
+bound.py, streams.py        launches kept for the next step; work beside the step's stream
+engine.py                   what engines build their own layers from
+
+communicator.py             collectives; parallel.py: tensor parallelism; score_rows.py: whether it divides scores
+context.py                  context groups: who has which rows and pages; context_step.py: their steps,
+                            context_attention.py: their attention
+v41_layer.py                a whole layer of V4.1; the other v41_*.py are its parts, as above
+verify.py                   layers on a GPU against the same ones on the CPU
 """
 
 import importlib

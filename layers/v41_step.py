@@ -140,8 +140,8 @@ def late_rows(
 
 
 class V41StepBuilder:
-    """Builds steps, into buffers that the next step uses again: layers that run other rows (`late_rows`) have a builder
-    of their own.
+    """Builds steps. A window's metadata are in buffers that the next step uses again, so layers that run other rows
+    (`late_rows`) have a builder of their own; what is of entries and rings is made anew.
 
     max_num_tokens   largest number of rows in a step, and of requests
     max_model_len    largest sequence length

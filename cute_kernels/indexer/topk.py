@@ -3,22 +3,26 @@
 
 A row of at most k columns has all of them written, without a look at its scores. The picks come in ascending order,
 whatever the shape of the CTA, so a row's result is the same bits in every call. Scores are compared by `order`, a sort
-key of 32 bits (`descending_order`): the smaller, the better; NaN last. A longer row goes through these phases:
+key of 32 bits (`descending_order`): the smaller, the better; NaN last. A longer row goes through these phases, or
+through those of topk_held.py, which takes rows of up to 8192 columns:
 
     threshold    a bound that at least k elements reach, and little more than k: "candidates"      bound_of_*
       |  sync    all warps' bounds become one
-    filter       each warp lists its candidates: (order, place)                                     list_tiles, collect
+    filter       each warp lists its candidates: (order, place), or places first and orders later   list_tiles, collect
       |  sync
     select       radix: a histogram of the candidates finds the bin of the k-th best; while that    count, find
       |  sync    holds more than RANKED elements, it gets a histogram 512 times as fine
-    rank         the bin's elements are compared with each other; better ones are bits of `picks`   pick, rank
+    pick         elements of better bins become bits of `picks`; those of the bin are listed        pick
+      |  sync
+    rank         the listed ones are compared with each other, and the best become bits, too        rank
       |  sync
     write        bits become columns, ascending, warp by warp by prefix sums                        write
 
-* Threshold of a row that a CTA takes in tiles: what the first tile says a few more than k scores reach, so that the row
-  is read once. Fewer than k reach it, or more than there is room for: as of other rows, whose warps each find a score
-  that their share of k of the best of groups of their elements reach, or a few more. The worst of the warps' scores is
-  reached by at least k elements. Every warp has columns from all over the row, so runs of good columns do not matter.
+* Threshold of streamed rows (one CTA, several tiles): guessed by the first tile, the average of the warps' guesses, so
+  that the row is read once. If fewer than k scores reach it, or a list is too short, as of other rows.
+* Threshold of other rows: each thread keeps the maxima of up to 8 groups of its scores; each warp bisects for a score
+  that ceil(k / warps of the row) of its maxima reach. The worst warp's score, which at least k reach, is the bound.
+  Every warp has columns from all over the row, so runs of good columns do not matter.
 * A warp with more candidates than its list holds goes through all of its columns again instead.
 * Rank: equal scores are told apart by place. If more than RANKED have the k-th best score, the first places are picked.
 * Syncs are of the CTA or, where it is shared, of the cluster; histograms are then summed over its CTAs.

@@ -4,7 +4,8 @@
 ops.py                 defines an op: schema, checks, fake, implementations
 registry.py            which ops there are, their kernels, and the keys of deployments
 record.py              what ran, for whoever listens
-contract.py            checks of arguments that hold for every op; checks.py: those of single ops, and of data
+contract.py            checks of arguments that hold for every op
+checks.py              `Checker`, with which ops make their own ones and word what they refuse; checks of data
 
 key.py                 what a compiled kernel is known by; sources.py: which source files its code depends on
 compile.py             a key as a function that launches it, and a report (report.py) on what the compiler made of it

@@ -5,10 +5,11 @@ dot(a[t, c], b[n, c]), by groups; or, of bf16 operands, a plain product.
 A persistent CTA walks over work tiles of [rows, columns] results. Its producer warp brings a chunk of the tile's rows
 of `a` and of `b` by bulk tensor copies into a ring of stages. Consumer warpgroups multiply: the tensor cores sum a
 chunk with about 14 bits, its products are scaled and added to fp32 totals (promoted). While one warpgroup promotes, the
-tensor cores work for another. Scales, which may lie anywhere, go from memory to the registers of those who promote.
+tensor cores work for another, or on the next of its own `depth` chunks. Scales, which may lie anywhere, go from memory
+to the registers of those who promote.
 
     warps 0 .. 4 W - 1    W consumer warpgroups: wgmma, promotion, epilogue. Warpgroup w has the M block of 64 rows from
-                          64 w on, and with more `waves` that of every 64 W rows, one product after the other
+                          64 w on, and with more `waves` those 64 W rows further on, one product after the other
     warp 4 W              producer: with PDL brings the first stages' `b`, a constant operand, before its
                           griddepcontrol.wait, and their `a` behind it; then chunk after chunk of both
     (three more warps complete the warpgroup, whose registers the consumers get)
@@ -19,6 +20,13 @@ tensor cores work for another. Scales, which may lie anywhere, go from memory to
     ring        a chunk of a and b (TMA bytes)        consumer warps' products are done  consumers, producer
     received    all splits' shares (with splits)      none: one work tile a cluster      consumers
     START       (named) warpgroup 0 is `lag` chunks ahead, and warpgroup 1 begins: one stores while the other multiplies
+                (once, at a CTA's first work tile)
+
+    epilogue    what a consumer does with the totals in its registers
+    bf16, fp32  --> gmem
+    staged      --stmatrix--> smem --bulk tensor store--> gmem; smem is written again when that store has read it
+    splits      --> smem of the share's CTA; shares are added up --registers--> gmem
+    e4m3        rounded to bf16, largest magnitude over the quad that has a row's 128 columns --> scale, codes --> gmem
 
 bf16 operands have no scales: the tensor cores add up all chunks, of 64 columns, in one fp32 accumulator.
 
