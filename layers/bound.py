@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels.formats import round_up
 from cute_kernels.runtime import record
-from cute_kernels.runtime.compile import function, is_calling, record_launches
+from cute_kernels.runtime.compile import function, hold_tensors, is_calling, record_launches
 from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.ops import CHECKED, NAMESPACE, NVTX
 
@@ -218,16 +218,6 @@ class BoundStep:
             view.arguments[view.position] = base
         for run, arguments in self.calls:
             run(*arguments)
-
-
-def hold_tensors(arguments: list[Any], changing: Collection[int] = ()) -> None:
-    """Put handles in the place of tensors among a kernel's arguments, which a launch would make for itself each time.
-    What changes stays a tensor, and one in any case: by it the launch finds its stream."""
-    from tvm_ffi import from_dlpack
-
-    fixed = [i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor) and i not in changing]
-    for i in fixed if changing else fixed[1:]:
-        arguments[i] = from_dlpack(arguments[i])
 
 
 def _extent(x: torch.Tensor) -> int:

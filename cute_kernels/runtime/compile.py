@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -169,6 +169,16 @@ def launch(key: KernelKey, device_index: int, *args: Any) -> None:
         return
     with torch.cuda.device(device_index):
         function(key, device_index)(*args)
+
+
+def hold_tensors(arguments: list[Any], changing: Collection[int] = ()) -> None:
+    """Put handles in the place of tensors among a kernel's arguments, which a launch would make for itself each time.
+    What changes stays a tensor, and one in any case: by it the launch finds its stream."""
+    from tvm_ffi import from_dlpack
+
+    fixed = [i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor) and i not in changing]
+    for i in fixed if changing else fixed[1:]:
+        arguments[i] = from_dlpack(arguments[i])
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ from cute_kernels.sparse_mla.mma_sync.decode import PortableDecodeKey
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import ARCHS as SMALL_HEADS_ARCHS
 from cute_kernels.sparse_mla.mma_sync.decode_small_heads import SmallHeadsDecodeKey
 from cute_kernels.sparse_mla.mma_sync.prefill import PortableMixedKey, PortablePagedKey, PortablePrefillKey, group_heads
-from cute_kernels.sparse_mla.schedule import CLUSTERS, cluster_of, head_groups, heads_of_group
+from cute_kernels.sparse_mla.schedule import CLUSTERS, GROUP_HEADS, cluster_of, head_groups, heads_of_group
 
 HOPPER = "sm_90a"
 
@@ -144,7 +144,7 @@ def takes_swap_ab(call: DecodeCall) -> bool:
     """Whether rows of a call go to decode_swap_ab, few ones aside: few heads over V4.1's own records, in one split
     each; bf16 results, and rows of q and out equally far apart."""
     index = call.q.device.index
-    if call.q.shape[2] > SMALL_HEADS[-1] or not is_v41(call.formats) or arch_of(index) != HOPPER:
+    if call.q.shape[2] > MOST_NORMED_HEADS or not is_v41(call.formats) or arch_of(index) != HOPPER:
         return False
     if call.is_quantized or call.out.element_size() != 2 or call.split_tokens:
         return False
@@ -216,7 +216,7 @@ def has_few_rows(call: DecodeCall, sms: int) -> bool:
     and many KV tiles, in two splits each."""
     if call.num_splits or call.split_tokens:
         return False
-    is_eight = heads_of_group(call.q.shape[2]) == SMALL_HEADS[0] and set(call.formats) == {FP8_DS_MLA.id}
+    is_eight = heads_of_group(call.q.shape[2]) == GROUP_HEADS[0] and set(call.formats) == {FP8_DS_MLA.id}
     is_split = is_eight and call.max_tiles > MOST_WHOLE_TILES
     return call.rows * DecodeKey.ctas_per_work_tile * (1 + is_split) <= sms
 

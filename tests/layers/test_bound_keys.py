@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.runtime.compile import hold_tensors
 from layers import BlockTables, DeepseekV4Metadata, DeepseekV4MetadataBuilder
 from layers import bound as bound_module
-from layers.bound import BoundStep, bound_key, hold_tensors
+from layers.bound import BoundStep, bound_key
 from tests.layers.engine import CONFIG, KINDS
 
 MAX_TOKENS, MAX_LEN = 64, 4096
