@@ -167,7 +167,8 @@ class LatentKernel:
         is_owned = (owner >= 0) & (owner < rows.requests)
         start = rows.starts + Int64(owner if is_owned else Int32(0)) * 4
         first, last = [ptx.load_global_s32_in_order(start + 4 * i, is_shared=True) for i in range(2)]
-        return is_owned, first, cutlass.min(last, rows.total)
+        # a negative end would make the number of rows wrap around
+        return is_owned, first, cutlass.max(cutlass.min(last, rows.total), Int32(0))
 
     @cute.jit
     def run_row(
