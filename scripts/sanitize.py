@@ -432,14 +432,15 @@ def name_report(tool: str, raw: Raw, opcodes: Sequence[str]) -> Report:
     return Report(tool, raw.what, re.sub(r"_\d+$", "", raw.places[0][0]), ", ".join(sorted(opcodes)))
 
 
-def keys_of_calls(processes: Processes, op: str) -> tuple[list[tuple[Any, ...]], str]:
-    """Of each call of an op the kernels, and what went wrong, or ""."""
+def keys_of_calls(processes: Processes, op: str) -> tuple[bytes, str]:
+    """Of each call of an op the kernels, pickled, since threads that unpickle import CuTe DSL at the same time and see
+    half of it; and what went wrong, or ""."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "keys"
         status, said, problem = processes.run("--keys", op, str(path))
         if status:
-            return [], problem or said.strip()[-500:]
-        return pickle.loads(path.read_bytes()), ""
+            return pickle.dumps([]), problem or said.strip()[-500:]
+        return path.read_bytes(), ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -523,7 +524,8 @@ def sanitize(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
     at_once = options.jobs or max(1, usable_cores() // 2)
     with processes.threads(at_once) as pool:
         ops = options.op or names
-        of_calls = dict(zip(ops, pool.map(lambda op: keys_of_calls(processes, op), ops), strict=True))
+        said = list(pool.map(lambda op: keys_of_calls(processes, op), ops))
+    of_calls = {op: (pickle.loads(calls), problem) for op, (calls, problem) in zip(ops, said, strict=True)}
     results.failed += [f"{op}: {problem}" for op, (_, problem) in of_calls.items() if problem]
     keys = dict.fromkeys(key for calls, _ in of_calls.values() for call in calls for key in call)
     outcomes = list(precompile(keys, folder, at_once))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -1149,13 +1150,16 @@ def _check_score_candidates(
     _check_results(c, requests * next_n, requests, columns, next_n, call.out, call.workspace, scored=True)
 
 
-def _candidates_cost(call: CandidatesDecodeCall | CandidatesPrefillCall, lengths: torch.Tensor, heads: int) -> Cost:
-    """Rows whose candidates have at most k keys need no scores."""
+def _candidates_cost(
+    call: CandidatesDecodeCall | CandidatesPrefillCall, lengths: torch.Tensor, heads: int, keys: int = sys.maxsize
+) -> Cost:
+    """Rows whose candidates have at most k keys need no scores. keys: how many there are for all rows together, none of
+    which has to be read twice."""
     blocks, k = call.candidates.shape[1], call.out.shape[1]
     counts = reference.candidate_keys(lengths.clamp(min=0).reshape(-1), blocks)
     scored = int(counts[counts > k].sum())
     row = DIM + 4 if call.q_scale is None else DIM // 2 + 4
-    data = nbytes(call.q, call.q_scale, call.weights, call.out) + scored * row
+    data = nbytes(call.q, call.q_scale, call.weights, call.out) + min(scored, keys) * row
     return Cost(bytes=data + scored // chunks.CANDIDATE_BLOCK * 4, flops=2 * DIM * heads * scored)
 
 
@@ -1223,7 +1227,7 @@ def _candidate_lengths(call: CandidatesPrefillCall) -> torch.Tensor:
 
 
 def _cost_score_candidates_prefill(call: CandidatesPrefillCall) -> Cost:
-    return _candidates_cost(call, _candidate_lengths(call), call.q.shape[1])
+    return _candidates_cost(call, _candidate_lengths(call), call.q.shape[1], call.k.shape[0])
 
 
 def _validate_score_candidates_prefill(call: CandidatesPrefillCall) -> None:
