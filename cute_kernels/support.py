@@ -136,7 +136,6 @@ MEASURED = (
     "rope_quant_insert",
     "save_partial_states",
     "score_candidates_decode",
-    "score_candidates_prefill",
     "score_top_k_decode",
     "score_top_k_prefill",
     "select_candidate_blocks",
