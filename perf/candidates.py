@@ -164,6 +164,10 @@ PREFILL = Bench(
     cases=tuple(_prefill_case(*shape) for shape in PREFILLS),
     quick=(128,),
     same=_nearly_same_picks,
+    between=mark(
+        _prefill_case(point["rows"], point["keys"], INDEXER_FP8.id)
+        for point in draw("score_candidates_prefill", 2, rows=(64, 512), keys=(131072, 1 << 20, 8))
+    ),
 )
 SWEEPS = {bench.op: bench.sweep for bench in (SELECT, SCORE, PREFILL)}
 QUICK = {bench.op: bench.quick for bench in (SELECT, SCORE, PREFILL)}

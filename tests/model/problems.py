@@ -141,7 +141,7 @@ class Decode:
         if self.codes is not None:
             values += self.codes.place(memory, batch * tokens, heads)
         values += [put(memory, call.sink), call.scale * LOG2_E]
-        for number in (tokens, head_blocks, self.parts):
+        for number in (head_blocks, self.parts, tokens):
             values += divisor(number)
         values += [self.part_tiles, self.items]
         self.memory = memory
