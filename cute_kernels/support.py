@@ -87,7 +87,7 @@ REASONS = {
     "fp8_gemm": "bf16 results alone, which is all that layers ask for elsewhere",
     "fp8_gemm_squares": "sums of squares are a by-product of Hopper's GEMM; elsewhere queries are normed by themselves",
     "score_candidates_decode": "it is of Hopper alone so far; elsewhere layers score all keys",
-    "score_candidates_prefill": "of Hopper alone so far, without a record of its own; elsewhere layers score all keys",
+    "score_candidates_prefill": "of Hopper alone so far; elsewhere layers score all keys",
     "fused_qkv_insert_compress": "it takes clusters with 200 KB of shared memory a CTA; layers call what it fuses",
 }
 """Op -> why it is "no" or "partly" somewhere, in a line."""
@@ -136,6 +136,7 @@ MEASURED = (
     "rope_quant_insert",
     "save_partial_states",
     "score_candidates_decode",
+    "score_candidates_prefill",
     "score_top_k_decode",
     "score_top_k_prefill",
     "select_candidate_blocks",

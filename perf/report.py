@@ -156,7 +156,8 @@ def _ceilings(records: Sequence[Record]) -> list[str]:
     for kind, (what, yardstick) in KINDS.items():
         sticks = [r.yardsticks[yardstick] for r in records if yardstick in r.yardsticks]
         stated = [f"{value:.0f}" for value in sorted({s.value for s in sticks if s.source == "stated"})]
-        reference = ", ".join(stated) if stated or not sticks else "the largest of the run"
+        measured = ["the largest of the run"] * any(s.source == "measured" for s in sticks)
+        reference = ", ".join([*stated, *measured])
         for name in dict.fromkeys(c.name for r in records for c in r.ceilings if c.kind == kind):
             same = [c for r in records for c in r.ceilings if c.name == name]
             unit = {"us": "µs"}.get(same[0].unit, same[0].unit)
