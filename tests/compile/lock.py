@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of compiled kernels without compiling them: compiled.lock.json.
+
+A line per key has the figures of its code, a hash of its PTX, and the answers to what tests ask about the PTX and the
+machine code: counts, places of instructions, matches of a pattern. Tests judge these facts as they judge those of a
+kernel that was just compiled; no verdict is kept. A line counts as long as the key's sources (the import closure, by
+which the kernel cache names its objects too) and the compilers are those of the line. All other keys are compiled, and
+in every run a sample of those with a line: test_lock.py.
+
+`python -m pytest tests/compile --write-lock` writes lines of what was compiled or asked for the first time and drops
+those of other sources.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cute_kernels.runtime import cache
+from cute_kernels.runtime.key import KernelKey
+from cute_kernels.runtime.report import Facts, Report
+from tests.compile import questions
+
+FILE = Path(__file__).with_name("compiled.lock.json")
+
+FIGURES = tuple(field.name for field in fields(Facts) if field.name != "seconds")
+
+HASH_LETTERS = 16
+
+PACKAGE = "cute_kernels."
+"""Of the modules of keys with lines. What those of tests depend on is not known."""
+
+OUTPUT = "cute_kernels_told"
+"""Where a process that runs tests leaves `told` for the one that hands them out."""
+
+Line = dict[str, Any]
+"""figures -> those of Facts; ptx -> hash; answers -> question -> answer."""
+
+told: dict[str, dict[str, Line]] = {}
+"""Module -> identity -> what this process was told of a key: figures, and answers to what it asked."""
+
+
+@functools.cache
+def _disassembler() -> str:
+    try:
+        return importlib.metadata.version("nvidia-cuda-nvdisasm")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def environment() -> dict[str, Any]:
+    """What the code of a key depends on beside its sources, and the version of the disassembler."""
+    return {**cache.environment(), "nvdisasm": _disassembler()}
+
+
+def short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:HASH_LETTERS]
+
+
+@dataclass
+class Lock:
+    """environment   that all lines are of
+    questions     function of a text -> hash of its source: changed, it is another question
+    sources       module of keys -> hash of its import closure
+    lines         module -> identity of a key -> its line"""
+
+    environment: Mapping[str, Any]
+    questions: dict[str, str]
+    sources: dict[str, str]
+    lines: dict[str, dict[str, Line]]
+
+    @classmethod
+    def read(cls, path: Path = FILE) -> Lock:
+        raw = json.loads(path.read_text()) if path.exists() else {"environment": {}, "questions": {}, "modules": {}}
+        modules = raw["modules"]
+        return cls(
+            raw["environment"],
+            raw["questions"],
+            {name: module["sources"] for name, module in modules.items()},
+            {name: module["keys"] for name, module in modules.items()},
+        )
+
+    def answers(self, line: Line) -> dict[str, Any]:
+        """Those of a line whose questions are still asked as they were."""
+        return {asked: told for asked, told in line["answers"].items() if self._is_asked(asked.split(" ", 2)[1])}
+
+    def _is_asked(self, name: str) -> bool:
+        question = question_of(name)
+        return question is not None and self.questions.get(name) == source_hash(question)
+
+    def is_current(self, module: str) -> bool:
+        return self.environment == environment() and self.sources.get(module) == cache.SOURCES.digest(module)
+
+    def line(self, key: KernelKey) -> Line | None:
+        """That of a key, if it is of these sources and compilers. Keys of tests have none: their closure is unknown."""
+        module = type(key).__module__
+        found = self.lines.get(module, {}).get(key.identity)
+        if found is None or not self.is_current(module):
+            return None
+        return {**found, "answers": self.answers(found)}
+
+    def keys(self) -> list[KernelKey]:
+        """All with a line that counts."""
+        names = [(module, name) for module in self.lines if self.is_current(module) for name in self.lines[module]]
+        return [key_of(module, name) for module, name in names]
+
+    def update(self, modules: Mapping[str, Mapping[str, Line]]) -> None:
+        """Take these lines, by module and identity, and drop what no longer counts."""
+        for module in [module for module in self.lines if not self.is_current(module)]:
+            del self.lines[module], self.sources[module]
+        for line in (line for of_module in self.lines.values() for line in of_module.values()):
+            line["answers"] = self.answers(line)
+        self.environment = environment()
+        for module, lines in modules.items():
+            self.sources[module] = cache.SOURCES.digest(module)
+            of_module = self.lines.setdefault(module, {})
+            for name, line in lines.items():
+                of_module[name] = merged([of_module.get(name), line])
+        lines = (line for of_module in self.lines.values() for line in of_module.values())
+        names = sorted({asked.split(" ", 2)[1] for line in lines for asked in line["answers"]})
+        self.questions = {name: source_hash(question) for name in names if (question := question_of(name))}
+
+    def write(self, path: Path = FILE) -> None:
+        modules = [
+            f"{json.dumps(module)}: {{\n"
+            f'"sources": "{self.sources[module]}",\n"keys": {{\n'
+            + ",\n".join(f"{json.dumps(k)}: {json.dumps(lines[k], sort_keys=True)}" for k in sorted(lines))
+            + "\n}}"
+            for module, lines in sorted(self.lines.items())
+        ]
+        head = (
+            f'{{"environment": {json.dumps(self.environment, sort_keys=True)},\n'
+            f'"questions": {json.dumps(self.questions, indent=1)},\n"modules": {{\n'
+        )
+        cache.replace_file(path, (head + ",\n".join(modules) + "\n}}\n").encode())
+
+
+def merged(lines: Iterable[Line | None]) -> Line:
+    """One line of several of a key, with the answers of all. Of lines of other code the last counts."""
+    found: Line = {}
+    for line in filter(None, lines):
+        is_same = found.get("ptx") == line["ptx"]
+        found = {**line, "answers": {**(found["answers"] if is_same else {}), **line["answers"]}}
+    return found
+
+
+def line_of(report: Report) -> Line:
+    """That of a kernel of which nothing has been asked."""
+    return {**{name: getattr(report, name) for name in FIGURES}, "ptx": short_hash(report.ptx), "answers": {}}
+
+
+def facts_of(line: Line) -> Facts:
+    return Facts(**{name: line[name] for name in FIGURES}, seconds=0.0)
+
+
+def key_of(module: str, identity: str) -> KernelKey:
+    """The key that has the identity."""
+    name, _, arguments = identity.partition("(")
+    owners = [one for one in vars(importlib.import_module(module)).values() if isinstance(one, type)]
+    (owner,) = {one for one in owners if issubclass(one, KernelKey) and vars(one).get("kernel_name") == name}
+    call = ast.parse(f"key({arguments}", mode="eval").body
+    assert isinstance(call, ast.Call)
+    key: KernelKey = owner(**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
+    assert key.identity == identity
+    return key
+
+
+class Writer:
+    """A plugin of pytest that writes the lines of all keys that tests of any process asked about."""
+
+    def __init__(self) -> None:
+        self.lock = Lock.read()
+
+    def take(self, found: Mapping[str, Mapping[str, Line]]) -> None:
+        self.lock.update({module: lines for module, lines in found.items() if module.startswith(PACKAGE)})
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.take(node.workeroutput[OUTPUT])
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output[OUTPUT] = told
+            return
+        self.take(told)
+        self.lock.write()
+
+
+# ---- questions -------------------------------------------------------------------------------------------------------
+
+
+def name_of(question: Callable[..., Any]) -> str:
+    """Where a function is that makes an answer of a text."""
+    module = "" if question.__module__ == questions.__name__ else f"{question.__module__}:"
+    return module + question.__qualname__
+
+
+@functools.cache
+def question_of(name: str) -> Callable[..., Any] | None:
+    """The function of that name, or None if there is none any more."""
+    module, _, function = name.rpartition(":")
+    try:
+        place = importlib.import_module(module) if module else questions
+    except ModuleNotFoundError:
+        return None
+    return getattr(place, function, None)
+
+
+@functools.cache
+def source_hash(question: Callable[..., Any]) -> str:
+    return short_hash(inspect.getsource(question))
+
+
+def asked(kind: str, question: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
+    """A question about the text of a kind, "ptx" or "sass", as a line has it."""
+    return f"{kind} {name_of(question)} {json.dumps(arguments)}"
+
+
+def ask(report: Report, text: str) -> Any:
+    """The answer to a question that a line has, as JSON keeps it; None where there is no such text."""
+    kind, name, arguments = text.split(" ", 2)
+    code, question = getattr(report, kind), question_of(name)
+    assert question is not None
+    return None if code is None else json.loads(json.dumps(question(code, *json.loads(arguments))))
+
+
+def check(key: KernelKey, line: Line, report: Report) -> None:
+    """Raise where a line is not of the code that was compiled."""
+    found = differences(line, report)
+    if found:
+        raise AssertionError(f"{key.identity}: " + "\n".join(found))
+
+
+def differences(line: Line, report: Report) -> list[str]:
+    """What of a line is not so in the code that was compiled."""
+    code = line_of(report)
+    code["answers"] = {text: ask(report, text) for text in line["answers"]}
+    found = [
+        f"{name}: {line[name]} in {FILE.name}, {code[name]} in the code"
+        for name in (*FIGURES, "ptx")
+        if line[name] != code[name]
+    ]
+    for text, told in line["answers"].items():
+        if code["answers"][text] not in (told, None):
+            found.append(f"{text}: {told} in {FILE.name}, {code['answers'][text]} in the code")
+    return found
