@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-lock",
         action="store_true",
-        help="tests/compile: write to compiled.lock.json what these tests had to compile or ask for",
+        help="tests/compile, tests/model: write to compiled.lock.json and beside it what these tests had to compile",
     )
     parser.addoption(
         "--thorough",

@@ -7,8 +7,10 @@ kernel that was just compiled; no verdict is kept. A line counts as long as the 
 which the kernel cache names its objects too) and the compilers are those of the line. All other keys are compiled, and
 in every run a sample of those with a line: test_lock.py.
 
-`python -m pytest tests/compile --write-lock` writes lines of what was compiled or asked for the first time and drops
-those of other sources.
+tests/model runs the PTX of kernels: that is kept beside it, by kernel, and counts if it has the hash of a line.
+
+`python -m pytest tests/compile tests/model --write-lock` writes lines of what was compiled or asked for the first time
+and drops those of other sources.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import importlib
 import importlib.metadata
 import inspect
 import json
+import lzma
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -34,6 +37,9 @@ from tests.compile import questions
 
 FILE = Path(__file__).with_name("compiled.lock.json")
 
+PTX = Path(__file__).with_name("ptx")
+"""Folder of the PTX that tests/model runs, a file for each kernel. A text counts if its hash is the line's."""
+
 FIGURES = tuple(field.name for field in fields(Facts) if field.name != "seconds")
 
 HASH_LETTERS = 16
@@ -42,13 +48,16 @@ PACKAGE = "cute_kernels."
 """Of the modules of keys with lines. What those of tests depend on is not known."""
 
 OUTPUT = "cute_kernels_told"
-"""Where a process that runs tests leaves `told` for the one that hands them out."""
+"""Where a process that runs tests leaves `told` and `texts` for the one that hands them out."""
 
 Line = dict[str, Any]
 """figures -> those of Facts; ptx -> hash; answers -> question -> answer."""
 
 told: dict[str, dict[str, Line]] = {}
 """Module -> identity -> what this process was told of a key: figures, and answers to what it asked."""
+
+texts: dict[str, dict[str, str]] = {}
+"""Kernel -> identity -> PTX that this process asked for as a whole."""
 
 
 @functools.cache
@@ -176,26 +185,58 @@ def key_of(module: str, identity: str) -> KernelKey:
     return key
 
 
+@functools.cache
+def _texts_of(kernel: str) -> dict[str, str]:
+    path = PTX / f"{kernel}.json.xz"
+    found: dict[str, str] = json.loads(lzma.decompress(path.read_bytes())) if path.exists() else {}
+    return found
+
+
+def known_ptx(key: KernelKey, line: Line) -> str | None:
+    """The PTX of a key with that line, if it is kept."""
+    text = _texts_of(key.kernel_name).get(key.identity)
+    return text if text is not None and short_hash(text) == line["ptx"] else None
+
+
+def write_ptx(lock: Lock, found: Mapping[str, Mapping[str, str]]) -> None:
+    """Keep these texts, and of those that are there the ones of lines."""
+    hashes = {name: line["ptx"] for lines in lock.lines.values() for name, line in lines.items()}
+    PTX.mkdir(exist_ok=True)
+    for kernel in {*found, *(path.name.removesuffix(".json.xz") for path in PTX.glob("*.json.xz"))}:
+        all_ = {**_texts_of(kernel), **found.get(kernel, {})}
+        kept = {name: text for name, text in sorted(all_.items()) if hashes.get(name) == short_hash(text)}
+        path = PTX / f"{kernel}.json.xz"
+        if not kept:
+            path.unlink(missing_ok=True)
+        elif kept != _texts_of(kernel):
+            cache.replace_file(path, lzma.compress(json.dumps(kept, indent=0).encode()))
+
+
 class Writer:
-    """A plugin of pytest that writes the lines of all keys that tests of any process asked about."""
+    """A plugin of pytest that writes the lines of all keys that tests of any process asked about, and the PTX of those
+    of which they asked all."""
 
     def __init__(self) -> None:
         self.lock = Lock.read()
+        self.texts: dict[str, dict[str, str]] = {}
 
-    def take(self, found: Mapping[str, Mapping[str, Line]]) -> None:
-        self.lock.update({module: lines for module, lines in found.items() if module.startswith(PACKAGE)})
+    def take(self, lines: Mapping[str, Mapping[str, Line]], ptx: Mapping[str, Mapping[str, str]]) -> None:
+        self.lock.update({module: found for module, found in lines.items() if module.startswith(PACKAGE)})
+        for kernel, found in ptx.items():
+            self.texts.setdefault(kernel, {}).update(found)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        self.take(node.workeroutput[OUTPUT])
+        self.take(*node.workeroutput[OUTPUT])
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         output = getattr(session.config, "workeroutput", None)
         if output is not None:
-            output[OUTPUT] = told
+            output[OUTPUT] = told, texts
             return
-        self.take(told)
+        self.take(told, texts)
         self.lock.write()
+        write_ptx(self.lock, self.texts)
 
 
 # ---- questions -------------------------------------------------------------------------------------------------------

@@ -101,10 +101,14 @@ class Asked(Facts):
             lock.check(self.key, {**self.line, "answers": {}}, report)
         return report
 
-    @property
+    @cached_property
     def ptx(self) -> str:
-        """All of it: compiles. `in_ptx` does where the answer is not known."""
-        return self.compiled.ptx
+        """All of it. To count what is in it, ask `in_ptx`."""
+        text = lock.known_ptx(self.key, self.line) if self.line is not None else None
+        if text is None:
+            text = self.compiled.ptx
+        lock.texts.setdefault(self.key.kernel_name, {})[self.key.identity] = text
+        return text
 
     @property
     def in_ptx(self) -> Text:
