@@ -42,6 +42,9 @@ PTX = Path(__file__).with_name("ptx")
 
 FIGURES = tuple(field.name for field in fields(Facts) if field.name != "seconds")
 
+NOTHING = dict.fromkeys(FIGURES, 0) | {"instructions": {}}
+"""Figures that a line does not name."""
+
 HASH_LETTERS = 16
 
 PACKAGE = "cute_kernels."
@@ -97,7 +100,7 @@ class Lock:
             raw["environment"],
             raw["questions"],
             {name: module["sources"] for name, module in modules.items()},
-            {name: module["keys"] for name, module in modules.items()},
+            {name: {k: NOTHING | line for k, line in module["keys"].items()} for name, module in modules.items()},
         )
 
     def answers(self, line: Line) -> dict[str, Any]:
@@ -144,7 +147,7 @@ class Lock:
         modules = [
             f"{json.dumps(module)}: {{\n"
             f'"sources": "{self.sources[module]}",\n"keys": {{\n'
-            + ",\n".join(f"{json.dumps(k)}: {json.dumps(lines[k], sort_keys=True)}" for k in sorted(lines))
+            + ",\n".join(f"{json.dumps(name)}: {_text(lines[name])}" for name in sorted(lines))
             + "\n}}"
             for module, lines in sorted(self.lines.items())
         ]
@@ -153,6 +156,12 @@ class Lock:
             f'"questions": {json.dumps(self.questions, indent=1)},\n"modules": {{\n'
         )
         cache.replace_file(path, (head + ",\n".join(modules) + "\n}}\n").encode())
+
+
+def _text(line: Line) -> str:
+    """JSON, without figures that are 0."""
+    figures = {name: line[name] for name in FIGURES if line[name]}
+    return json.dumps({**figures, "ptx": line["ptx"], "answers": dict(sorted(line["answers"].items()))})
 
 
 def merged(lines: Iterable[Line | None]) -> Line:
@@ -264,17 +273,18 @@ def source_hash(question: Callable[..., Any]) -> str:
     return short_hash(inspect.getsource(question))
 
 
-def asked(kind: str, question: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
+def asked(kind: str, question: Callable[..., Any], arguments: tuple[str, ...]) -> str:
     """A question about the text of a kind, "ptx" or "sass", as a line has it."""
-    return f"{kind} {name_of(question)} {json.dumps(arguments)}"
+    return " ".join([kind, name_of(question), *(["\n".join(arguments)] if arguments else [])])
 
 
 def ask(report: Report, text: str) -> Any:
     """The answer to a question that a line has, as JSON keeps it; None where there is no such text."""
-    kind, name, arguments = text.split(" ", 2)
+    kind, name, *rest = text.split(" ", 2)
     code, question = getattr(report, kind), question_of(name)
     assert question is not None
-    return None if code is None else json.loads(json.dumps(question(code, *json.loads(arguments))))
+    arguments = rest[0].split("\n") if rest else []
+    return None if code is None else json.loads(json.dumps(question(code, *arguments)))
 
 
 def check(key: KernelKey, line: Line, report: Report) -> None:
