@@ -49,12 +49,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("locked", keys, ids=[key.identity for key in keys])
 
 
-def test_lines_are_of_the_code(locked: KernelKey) -> None:
-    """Compiled as what is launched, whatever a test before it has compiled."""
+def test_lines_are_of_the_code(locked: KernelKey, pytestconfig: pytest.Config) -> None:
+    """In a sample compiled as what is launched, whatever was compiled before."""
     line = Lock.read().line(locked)
     assert line is not None
-    _, report = compile_.compile_object(locked)
+    is_every = pytestconfig.getoption("--every-kernel")
+    report = compile_report(locked).compiled if is_every else compile_.compile_object(locked)[1]
     lock.check(locked, line, report)
+    text = lock.known_ptx(locked, line)
+    assert text is None or text == report.ptx
 
 
 # ---- what the lock is held to ----------------------------------------------------------------------------------------
