@@ -23,7 +23,7 @@ import importlib.metadata
 import inspect
 import json
 import lzma
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -122,10 +122,10 @@ class Lock:
             return None
         return {**found, "answers": self.answers(found)}
 
-    def keys(self) -> list[KernelKey]:
-        """All with a line that counts."""
-        names = [(module, name) for module in self.lines if self.is_current(module) for name in self.lines[module]]
-        return [key_of(module, name) for module, name in names]
+    def keys(self, order: Callable[[str], Any]) -> Iterator[KernelKey]:
+        """All with a line that counts, in an order of their identities."""
+        names = sorted((order(name), name, module) for module, lines in self.lines.items() for name in lines)
+        return (key_of(module, name) for _, name, module in names if self.is_current(module))
 
     def update(self, modules: Mapping[str, Mapping[str, Line]]) -> None:
         """Take these lines, by module and identity, and drop what no longer counts."""
