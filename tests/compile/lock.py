@@ -72,8 +72,10 @@ def _disassembler() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """What the code of a key depends on beside its sources, and the version of the disassembler."""
-    return {**cache.environment(), "nvdisasm": _disassembler()}
+    """What the code of a key depends on beside its sources, and the version of the disassembler. TVM-FFI is there for
+    host code alone."""
+    of_device = {name: value for name, value in cache.environment().items() if name != "tvm_ffi"}
+    return {**of_device, "nvdisasm": _disassembler()}
 
 
 def short_hash(text: str) -> str:
