@@ -88,8 +88,8 @@ def tensor_columns(ptx: str) -> int:
     return max((int(n) for n in re.findall(r"tcgen05\.alloc\.\S+\s+\[[^\]]+\],\s*(\d+);", ptx)), default=0)
 
 
-def kernel_of(key: Any, ops: Iterable[str], report: Any) -> Kernel:
-    """What a report says of a key."""
+def kernel_of(key: Any, ops: Iterable[str], report: Any, columns: int) -> Kernel:
+    """What a report says of a key, and the columns of tensor memory that it asks for."""
     return Kernel(
         tuple(ops),
         name_of(key),
@@ -97,7 +97,7 @@ def kernel_of(key: Any, ops: Iterable[str], report: Any) -> Kernel:
         report.registers,
         report.spill_stores + report.spill_loads,
         report.smem,
-        tensor_columns(report.ptx),
+        columns,
         dict(report.instructions),
     )
 
@@ -112,7 +112,8 @@ def compile_all(keys: dict[Any, tuple[str, ...]], workers: int | None = None) ->
 def _compile(key: Any, ops: tuple[str, ...]) -> Kernel:
     from cute_kernels.runtime.compile import compile_report
 
-    return kernel_of(key, ops, compile_report(key))
+    report = compile_report(key)
+    return kernel_of(key, ops, report, tensor_columns(report.ptx))
 
 
 def to_json(found: Compiled) -> str:

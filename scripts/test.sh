@@ -7,7 +7,7 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/_setup.sh"
 
 left_out=()
-core_minutes=34
+core_minutes=22
 if [[ ${1-} == --quick ]]; then
   shift
   core_minutes=5

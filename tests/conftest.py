@@ -17,7 +17,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--every-kernel",
         action="store_true",
         help="tests/compile: every kernel of every deployment, and every row of the table in test_code.py; without it, "
-        "a sample with every pair of options, and of kernels that only move bytes, of architectures but sm_90a, one",
+        "a sample with every pair of options, and of kernels that only move bytes, of architectures but sm_90a, one, "
+        "of which those with a line in compiled.lock.json are not compiled, but for a sample",
+    )
+    parser.addoption(
+        "--write-lock",
+        action="store_true",
+        help="tests/compile, tests/model: write to compiled.lock.json and beside it what these tests had to compile",
     )
     parser.addoption(
         "--thorough",
@@ -27,6 +33,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "with every format on two and four ranks; tests/runtime/test_verify.py: the reference of every example, not of "
         "one large one of each op; opcheck traces every call, not one of each op",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-lock"):
+        from tests.compile.lock import Writer
+
+        config.pluginmanager.register(Writer())
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
 from cute_kernels.kv_cache.gather import GatherKey
 from cute_kernels.runtime.compile import compile_report
 from cute_kernels.runtime.key import KernelKey
-from cute_kernels.runtime.report import problems
+from cute_kernels.runtime.report import Facts, problems
 from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
 from cute_kernels.sparse_mla.blackwell.decode_2cta import BlackwellPairDecodeKey
 
@@ -81,15 +81,14 @@ def takes(text: str) -> bool:
     return True
 
 
-def main() -> None:
-    found = {
+def findings(report_of: Callable[[KernelKey], Facts] = compile_report) -> dict[str, Any]:
+    return {
         "cuda": [CUDA_VERSION.major, CUDA_VERSION.minor],
         "takes": {text: takes(text) for text in CHOSEN},
         "chosen": CHOSEN,
-        "problems": {str(key): problems(key, compile_report(key)) for key in KEYS},
+        "problems": {str(key): problems(key, report_of(key)) for key in KEYS},
     }
-    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":
-    main()
+    json.dump(findings(), sys.stdout)

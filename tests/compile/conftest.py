@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the tests of this folder keep what they compile."""
+"""Where the tests of this folder keep what they compile, and the lock of what they need not compile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.compile import reports
+from tests.compile import lock, reports
 
 KEEP_SECONDS = 7 * 86400.0
 
@@ -26,3 +26,5 @@ def kept(pytestconfig: pytest.Config) -> None:
         if path.stat().st_mtime < old:
             path.unlink(missing_ok=True)
     reports.folder = root
+    if not pytestconfig.getoption("--every-kernel"):
+        reports.known = lock.Lock.read()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 
 import numpy as np
@@ -12,13 +11,15 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.dsl import ptx, umma
+from cute_kernels.dsl import ptx as instructions
+from cute_kernels.dsl import umma
 from cute_kernels.formats import HEAD_DIM, NOPE_DIM
 from cute_kernels.isa_probes import meaning, products
 from cute_kernels.sparse_mla.blackwell import decode as single
 from cute_kernels.sparse_mla.blackwell import decode_2cta as plan
 from cute_kernels.sparse_mla.blackwell.decode import HEADS, KEYS, SLAB, SLAB_BYTES, THREADS
 from cute_kernels.sparse_mla.blackwell.decode_2cta import BlackwellPairDecodeKey
+from tests.compile.questions import constants
 from tests.compile.reports import check_fits, compile_report
 from tests.compile.test_decode_sm100 import check_shared_memory
 from tests.compile.test_decode_small_heads import banks
@@ -32,40 +33,38 @@ def test_compiles(key: BlackwellPairDecodeKey) -> None:
     assert report.smem == key.smem_bytes
     # S is started in two places
     count = 2 * len([*plan.scores_steps()]) + len([*plan.values_steps()])
-    assert len(re.findall(r"tcgen05\.mma\.cta_group::2\.kind::f16", report.ptx)) == count
+    assert report.in_ptx.count(r"tcgen05\.mma\.cta_group::2\.kind::f16") == count
     assert report.instructions["tcgen05.mma"] == count
-    gathers = re.findall(r"tile::gather4\S*bytes(\.cta_group::2)? ", report.ptx)
+    gathers = report.in_ptx.findall(r"tile::gather4\S*bytes(\.cta_group::2)? ")
     assert Counter(gathers) == {"": KEYS // single.GATHERED, ".cta_group::2": KEYS // single.GATHERED}
-    conversions = 2 * plan.SLABS * 8 if ptx.HAS_BF16_OF_E4M3 else 0
-    assert len(re.findall(r"cvt\.rn\.bf16x2\.e4m3x2", report.ptx)) == conversions
-    assert len(re.findall(r"tcgen05\.alloc\.cta_group::2\S+ \[\S+\], 512;", report.ptx)) == 1
-    assert "cta_group::1" not in report.ptx
-    assert len(re.findall(r"tcgen05\.commit\S+multicast::cluster\.b64 \[\S+\], m;", report.ptx)) == 3
-    assert len(re.findall(r"mov\.b16 m, 3;", report.ptx)) == 3
-    assert not re.search(r"st\.local|ld\.local|setmaxnreg", report.ptx)
-    if report.sass:
-        assert len(re.findall(r"UTCHMMA\.2CTA", report.sass)) == count
-        assert len(re.findall(r"UTMALDG\.2D\.GATHER4", report.sass)) == 2 * KEYS // single.GATHERED
+    conversions = 2 * plan.SLABS * 8 if instructions.HAS_BF16_OF_E4M3 else 0
+    assert report.in_ptx.count(r"cvt\.rn\.bf16x2\.e4m3x2") == conversions
+    assert report.in_ptx.count(r"tcgen05\.alloc\.cta_group::2\S+ \[\S+\], 512;") == 1
+    assert not report.in_ptx.has(r"cta_group::1")
+    assert report.in_ptx.count(r"tcgen05\.commit\S+multicast::cluster\.b64 \[\S+\], m;") == 3
+    assert report.in_ptx.count(r"mov\.b16 m, 3;") == 3
+    assert not report.in_ptx.has(r"st\.local|ld\.local|setmaxnreg")
+    if report.in_sass is not None:
+        assert report.in_sass.count(r"UTCHMMA\.2CTA") == count
+        assert report.in_sass.count(r"UTMALDG\.2D\.GATHER4") == 2 * KEYS // single.GATHERED
 
 
 def test_barriers_are_those_of_the_plan() -> None:
-    text = compile_report(KEYS_TO_COMPILE[0]).ptx
-    numbers = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", text))
-    rank = re.search(r"mov\.u32 (%r\d+), %cluster_ctarank;", text)
-    assert rank
-    (readers,) = re.findall(rf"sub\.s32\s+(%r\d+), (\d+), {rank[1]};", text)
-    numbers[readers[0]] = f"{readers[1]} less the rank"
-    arrivals = [numbers[name] for name in re.findall(r"mbarrier\.init\S+\s+\[\S+\], (%r\d+);", text)]
+    ptx = compile_report(KEYS_TO_COMPILE[0]).in_ptx
+    rank = ptx.findall(r"mov\.u32 (%r\d+), %cluster_ctarank;")[0]
+    (readers,) = ptx.findall(rf"sub\.s32\s+(%r\d+), (\d+), {rank};")
+    other = {readers[0]: f"{readers[1]} less the rank"}
+    arrivals = [other.get(n, n) for n in ptx.ask(constants, r"mbarrier\.init\S+\s+\[\S+\], (%r\d+);")]
     rings = ((plan.SLOTS, 1, "11 less the rank"), (plan.FP8_STAGES, 1, 4), (plan.STAGES, 2 * 4 + 1, 1))
     want = [str(count) for depth, fill, empty in rings for _ in range(depth) for count in (fill, empty)]
     want += ["32"] * plan.SLOTS + ["1"] * single.BUFFERS + ["8"] * single.BUFFERS + ["8"]
     assert arrivals == want
     assert len(want) == plan.BARRIERS
-    expected = [int(numbers[name]) for name in re.findall(r"arrive\.expect_tx\S+ \S+, \[\S+\], (%r\d+);", text)]
+    expected = [int(number) for number in ptx.ask(constants, r"arrive\.expect_tx\S+ \S+, \[\S+\], (%r\d+);")]
     assert sorted(expected) == sorted([plan.CODES_BYTES, plan.ROPE_BYTES])
     # queries in two places, weights, stages; the products' warp waits for queries, weights, and stages in two places
-    assert len(re.findall(r"mbarrier\.arrive\.shared::cluster", text)) == 4
-    assert len(re.findall(r"try_wait\.parity\.acquire\.cluster", text)) == 4
+    assert ptx.count(r"mbarrier\.arrive\.shared::cluster") == 4
+    assert ptx.count(r"try_wait\.parity\.acquire\.cluster") == 4
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from cute_kernels.formats import HEAD_DIM
 from cute_kernels.isa_probes import meaning
 from cute_kernels.sparse_mla.blackwell import decode as plan
 from cute_kernels.sparse_mla.blackwell.decode import BlackwellDecodeKey
+from tests.compile.questions import constants
 from tests.compile.reports import check_fits, compile_report
 from tests.compile.test_decode_small_heads import banks
 
@@ -33,34 +33,33 @@ def test_compiles(key: BlackwellDecodeKey) -> None:
     assert report.smem == key.smem_bytes
     # S is started in two places
     products = 2 * len([*plan.scores_steps()]) + len([*plan.values_steps()])
-    assert len(re.findall(r"tcgen05\.mma\.ws\.cta_group::1\.kind::f16", report.ptx)) == products
+    assert report.in_ptx.count(r"tcgen05\.mma\.ws\.cta_group::1\.kind::f16") == products
     assert report.instructions["tma.gather4"] == 2 * plan.KEYS // plan.GATHERED
     conversions = 2 * plan.LAST_SLAB * 8 if ptx.HAS_BF16_OF_E4M3 else 0
-    assert len(re.findall(r"cvt\.rn\.bf16x2\.e4m3x2", report.ptx)) == conversions
-    assert len(re.findall(r"tcgen05\.alloc\S+ \[\S+\], 512;", report.ptx)) == 1
-    assert not re.search(r"st\.local|ld\.local|setmaxnreg", report.ptx)
-    if report.sass:
-        assert len(re.findall(r"UTCHMMA\.WS", report.sass)) == products
-        assert len(re.findall(r"UTMALDG\.2D\.GATHER4", report.sass)) == 2 * plan.KEYS // plan.GATHERED
+    assert report.in_ptx.count(r"cvt\.rn\.bf16x2\.e4m3x2") == conversions
+    assert report.in_ptx.count(r"tcgen05\.alloc\S+ \[\S+\], 512;") == 1
+    assert not report.in_ptx.has(r"st\.local|ld\.local|setmaxnreg")
+    if report.in_sass is not None:
+        assert report.in_sass.count(r"UTCHMMA\.WS") == products
+        assert report.in_sass.count(r"UTMALDG\.2D\.GATHER4") == 2 * plan.KEYS // plan.GATHERED
 
 
 def test_barriers_are_those_of_the_plan() -> None:
-    text = compile_report(KEYS_TO_COMPILE[0]).ptx
-    numbers = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", text))
-    arrivals = [int(numbers[name]) for name in re.findall(r"mbarrier\.init\S+\s+\[\S+\], (%r\d+);", text)]
+    text = compile_report(KEYS_TO_COMPILE[0]).in_ptx
+    arrivals = [int(number) for number in text.ask(constants, r"mbarrier\.init\S+\s+\[\S+\], (%r\d+);")]
     rings = ((plan.SLOTS, 1, plan.HEADING_READERS), (plan.FP8_STAGES, 1, 4), (plan.STAGES, 5, 1))
     want = [count for depth, fill, empty in rings for _ in range(depth) for count in (fill, empty)]
     want += [32] * plan.SLOTS + [1] * plan.BUFFERS + [4] * plan.BUFFERS + [4]
     assert arrivals == want
     assert len(want) == plan.BARRIERS
-    expected = [int(numbers[name]) for name in re.findall(r"arrive\.expect_tx\S+ \S+, \[\S+\], (%r\d+);", text)]
+    expected = [int(number) for number in text.ask(constants, r"arrive\.expect_tx\S+ \S+, \[\S+\], (%r\d+);")]
     assert sorted(expected) == sorted([plan.CODES_BYTES, plan.ROPE_BYTES])
 
 
 def test_stores_for_tensor_cores_are_fenced() -> None:
     """Between what a thread stores where tensor cores read it and its warp's arrival there is a fence of proxies."""
-    text = compile_report(KEYS_TO_COMPILE[0]).ptx
-    steps = re.findall(r"st\.shared\.v4|fence\.proxy\.async|mbarrier\.arrive\.shared", text)
+    text = compile_report(KEYS_TO_COMPILE[0]).in_ptx
+    steps = text.findall(r"st\.shared\.v4|fence\.proxy\.async|mbarrier\.arrive\.shared")
     unfenced = [a.startswith("st.") and b.startswith("mbarrier") for a, b in itertools.pairwise(steps)]
     assert sum(unfenced) == 1, "the scout's headings are read by threads alone"
     assert steps.count("fence.proxy.async") == 4, "a tile, P, and Q in two places"

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -12,6 +10,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.sparse_mla.hopper import decode_smem as decode
 from cute_kernels.sparse_mla.hopper import planner
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
+from tests.compile.questions import parts
 from tests.compile.reports import compile_report
 
 """Of products: Q K^T and P V. The assembler ends each instruction with a wait of its own where it loses track."""
@@ -20,13 +19,10 @@ from tests.compile.reports import compile_report
 def test_a_dequantizer_releases_what_it_has_loaded() -> None:
     """An arrival at an mbarrier can overtake loads, so it comes behind a store of what was loaded last."""
     report = compile_report(DecodeKey("sm_90a", 64, "listed", False))
-    if not report.sass:
+    if report.in_sass is None:
         pytest.skip("nvdisasm is not there")
-    _, dequantizer, _ = re.split(
-        rf"USETMAXREG\S* {decode.DEQUANT_REGISTERS:#x} ;|USETMAXREG\S* {decode.PRODUCER_REGISTERS:#x} ;",
-        report.sass,
-    )
-    work = re.findall(r"LDS\.128|STS\.128|SYNCS\.ARRIVE", dequantizer)
+    starts = rf"USETMAXREG\S* {decode.DEQUANT_REGISTERS:#x} ;|USETMAXREG\S* {decode.PRODUCER_REGISTERS:#x} ;"
+    _, work, _ = report.in_sass.ask(parts, starts, r"LDS\.128|STS\.128|SYNCS\.ARRIVE")
     rows = 2 * (decode.SLABS + 1)
     stores = work.index("STS.128")
     assert work[:stores] == ["LDS.128"] * rows

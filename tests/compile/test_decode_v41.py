@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -15,6 +13,7 @@ from cute_kernels.sparse_mla.hopper import decode_swap_ab
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.hopper.decode_smem import SLABS
 from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
+from tests.compile.questions import parts
 from tests.compile.reports import compile_report
 
 KEYS = DecodeKey("sm_90a", 64, format1=NVFP4_V41.id), DecodeSwapAbKey("sm_90a", 8)
@@ -37,10 +36,11 @@ def test_registers_are_those_of_the_launch() -> None:
 def test_a_dequantizer_releases_what_it_has_loaded() -> None:
     """An arrival at an mbarrier can overtake loads, so it comes behind a store of what was loaded last."""
     report = compile_report(KEYS[1])
-    if not report.sass:
+    if report.in_sass is None:
         pytest.skip("nvdisasm is not there")
     registers = decode_swap_ab.DEQUANT_REGISTERS, decode_swap_ab.PRODUCER_REGISTERS
-    _, dequantizer, _ = re.split("|".join(rf"USETMAXREG\S* {count:#x} ;" for count in registers), report.sass)
-    work = " ".join(re.findall(r"LDS\.64|LDS\.128|STS\.128|SYNCS\.ARRIVE", dequantizer))
+    starts = "|".join(rf"USETMAXREG\S* {count:#x} ;" for count in registers)
+    _, dequantizer, _ = report.in_sass.ask(parts, starts, r"LDS\.64|LDS\.128|STS\.128|SYNCS\.ARRIVE")
+    work = " ".join(dequantizer)
     stores = "STS.128 STS.128 STS.128 STS.128 SYNCS.ARRIVE SYNCS.ARRIVE"
     assert f"LDS.128 LDS.128 {' '.join(['LDS.64'] * 2 * SLABS)} {stores}" in work

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from cute_kernels.models import MODELS
@@ -21,11 +19,11 @@ from tests.compile.reports import compile_report
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_the_window_is_under_way_before_any_of_it_is_used(arch: str, kv_format: str, fused: bool) -> None:
     report = compile_report(C4Key(arch, fused, **store_for(kv_format, False, "", False)))
-    if report.sass is None:
+    if report.in_sass is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
-    code = [line for line in report.sass.splitlines() if ";" in line]
-    loads = [i for i, line in enumerate(code) if re.search(r"LDG\.E\S*\.128", line)][: 2 * WINDOW]
-    assert not any(re.search(r"MUFU|FADD|FMUL|STG|BAR|EXIT", line) for line in code[loads[0] : loads[-1]])
+    sass = report.in_sass
+    loads = sass.places(r"LDG\.E\S*\.128")[: 2 * WINDOW]
+    assert not any(loads[0] <= i < loads[-1] for i in sass.places(r"MUFU|FADD|FMUL|STG|BAR|EXIT"))
 
 
 def test_neighbours_fit_into_a_warp() -> None:

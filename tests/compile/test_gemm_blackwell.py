@@ -23,6 +23,7 @@ from cute_kernels.linear.blackwell.gemm import (
     GemmConfig,
 )
 from cute_kernels.linear.params import CHUNK
+from tests.compile.questions import distinct
 from tests.compile.reports import check_fits, compile_report
 
 KEYS = [
@@ -51,19 +52,19 @@ def test_compiles(key: BlackwellGemmKey) -> None:
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_tensor_memory_products_and_barriers(key: BlackwellGemmKey) -> None:
     """What the PTX says is what the plan says."""
-    ptx, config = compile_report(key).ptx, key.config
+    ptx, config = compile_report(key).in_ptx, key.config
     kind, chunks = ("mxf8f6f4.block_scale.block32", 4) if key.packed else ("f8f6f4", 1)
     products = rf"tcgen05\.mma\.cta_group::{config.blocks}\.kind::{re.escape(kind)} "
-    assert f"cta_group::{3 - config.blocks}" not in ptx
-    assert len(re.findall(products, ptx)) == len(re.findall(r"tcgen05\.mma\.", ptx)) == 4 * chunks
-    assert len(re.findall(r"tcgen05\.commit\.", ptx)) == (2 + chunks if key.packed else 2)
-    assert len(re.findall(r"tcgen05\.cp\.", ptx)) == (1 + config.column_scales if key.packed else 0)
-    assert re.findall(r"tcgen05\.alloc\.\S+ \[%r\d+\], (\d+);", ptx) == [str(config.tensor_columns)]
-    assert re.findall(r"tcgen05\.dealloc\.\S+ %r\d+, (\d+);", ptx) == [str(config.tensor_columns)]
-    constants = {int(number) for number in re.findall(r"-?\b\d{5,}\b", ptx)}
+    assert not ptx.has(rf"cta_group::{3 - config.blocks}")
+    assert ptx.count(products) == ptx.count(r"tcgen05\.mma\.") == 4 * chunks
+    assert ptx.count(r"tcgen05\.commit\.") == (2 + chunks if key.packed else 2)
+    assert ptx.count(r"tcgen05\.cp\.") == (1 + config.column_scales if key.packed else 0)
+    assert ptx.findall(r"tcgen05\.alloc\.\S+ \[%r\d+\], (\d+);") == [str(config.tensor_columns)]
+    assert ptx.findall(r"tcgen05\.dealloc\.\S+ %r\d+, (\d+);") == [str(config.tensor_columns)]
+    constants = {int(number) for number in ptx.ask(distinct, r"-?\b\d{5,}\b")}
     instructions = {config.scaled_instruction(part) for part in range(4)} if key.packed else {config.instruction}
     assert {*instructions, config.blocks * (ROWS + config.copied_columns) * CHUNK} <= constants
-    assert len(re.findall(r"mbarrier\.init\.", ptx)) == 2 * (config.stages + config.scale_stages + config.buffers)
+    assert ptx.count(r"mbarrier\.init\.") == 2 * (config.stages + config.scale_stages + config.buffers)
 
 
 @pytest.mark.parametrize("packed", [False, True])

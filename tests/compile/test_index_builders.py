@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -57,15 +56,15 @@ def named(key: KernelKey) -> str:
 def test_picks_are_on_their_way_before_anything_waits(key: KernelKey) -> None:
     """All 16-byte loads of a pass come before the ones that name the row's request, and so before whatever waits."""
     report = compile_report(replace(key, arch="sm_90a"))
-    if report.sass is None:
+    if report.in_sass is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
-    code = [line for line in report.sass.splitlines() if ";" in line]
-    loads = [line for line in code if re.search(r"\bLDG\.E", line)]
+    sass = report.in_sass
+    loads, wide = sass.places(r"\bLDG\.E"), sass.places(r"\bLDG\.E.*\.128")
     if isinstance(key, TranslateKey):
         loads = loads[1:]  # of the valid token, which nothing waits for before the end
-    picks = [re.search(r"\.128", line) is not None for line in loads]
+    picks = [i in wide for i in loads]
     assert picks == [True] * key.groups + [False] * (len(picks) - key.groups)
-    assert len([line for line in code if re.search(r"\bSTG\.E\.128", line)]) == key.groups
+    assert len(sass.places(r"\bSTG\.E\.128")) == key.groups
 
 
 def test_runs_of_columns_follow_alignment() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from tests.compile.reports import compile_report
 def test_all_loads_come_first(fmt: Any, size: int, aligned: bool) -> None:
     key = key_for("sm_90a", fmt.id, size, aligned)
     steps = key.rows * key.code_bytes // (32 * key.access)
-    code = re.findall(r"ld\.relaxed|st\.global", compile_report(key).ptx)
+    code = compile_report(key).in_ptx.findall(r"ld\.relaxed|st\.global")
     assert code == ["ld.relaxed"] * (steps + 1) + ["st.global"] * (steps + 1)
 
 

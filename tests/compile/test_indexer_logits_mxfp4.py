@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from cute_kernels.runtime.arch import SMEM_BYTES
@@ -33,12 +31,12 @@ def test_no_warpgroup_waits_for_registers_that_nobody_gives_back(key: Mxfp4Logit
 def test_products_and_conversions(key: Mxfp4LogitsKey) -> None:
     """The assembler waits for no product on its own, and a code costs little more than half a byte permute."""
     report = compile_report(key)
-    if report.sass is None:
+    if report.in_sass is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
     half = ["QGMMA"] * 4 + ["WARPGROUP.DEPBAR"]
-    assert re.findall(r"QGMMA|WARPGROUP\.DEPBAR", report.sass) == half * HALVES
+    assert report.in_sass.findall(r"QGMMA|WARPGROUP\.DEPBAR") == half * HALVES
     # of both halves' keys, of those of far rows and of queries: 64 codes a thread, two permutes for every four
-    assert 128 <= len(re.findall(r"\bPRMT\b", report.sass)) <= 144
+    assert 128 <= report.in_sass.count(r"\bPRMT\b") <= 144
 
 
 @pytest.mark.parametrize("rows", range(1, 5))

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -18,13 +16,12 @@ from tests.compile.reports import compile_report
 def test_columns_are_on_their_way_before_anything_waits(arch: str) -> None:
     key = query.key_for(arch, "", False, query.MANY_HEADS)
     report = compile_report(key)
-    if report.sass is None:
+    if report.in_sass is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
-    code = [line for line in report.sass.splitlines() if ";" in line]
-    loads = [i for i, line in enumerate(code) if re.search(r"\bLDG\.E", line)]
-    columns = [i for i in loads if re.search(r"128\.STRONG", code[i])]
-    assert columns == loads[: 2 * key.groups]
-    assert max(loads) < min(i for i, line in enumerate(code) if re.search(r"\bEXIT|\bBRA|\bSTG|\bSHFL", line))
+    sass = report.in_sass
+    loads = sass.places(r"\bLDG\.E")
+    assert sass.places(r"\bLDG\.E.*128\.STRONG") == loads[: 2 * key.groups]
+    assert max(loads) < sass.first_place(r"\bEXIT|\bBRA|\bSTG|\bSHFL")
 
 
 def test_deployments() -> None:

@@ -4,8 +4,6 @@ claim."""
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -24,10 +22,10 @@ def test_deployments() -> None:
 
 def test_ratio_128_reads_the_step_before_it_waits() -> None:
     """Angles of queries and keys are loaded ahead of the wait, and their rows behind it."""
-    sass = compile_report(insert_compress.keys_of("sm_90a")[0]).sass
+    sass = compile_report(insert_compress.keys_of("sm_90a")[0]).in_sass
     if sass is None:
         pytest.skip("nvdisasm is not installed")
-    order = re.findall(r"ACQBULK|LDG\.E(?:\.NA)?\.(?:128|64)|EXIT", sass)
+    order = sass.findall(r"ACQBULK|LDG\.E(?:\.NA)?\.(?:128|64)|EXIT")
     waits = [i for i, word in enumerate(order) if word == "ACQBULK"]
     assert len(waits) == 4
     # that of the entries comes first; that of keys which are not there has no loads behind it

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from cute_kernels.models import MODELS
@@ -18,12 +16,12 @@ from tests.compile.reports import compile_report
 @pytest.mark.parametrize(("arch", "scales"), [("sm_90a", "fp32"), ("sm_90a", "none"), ("sm_100a", "packed")])
 def test_all_heads_are_on_their_way_before_one_is_used(arch: str, scales: str) -> None:
     report = compile_report(InvRopeKey(arch, scales, heads=4))
-    if report.sass is None:
+    if report.in_sass is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
-    code = [line for line in report.sass.splitlines() if ";" in line]
-    loads = [i for i, line in enumerate(code) if re.search(r"\bLDG\.E\.128", line)]
+    sass = report.in_sass
+    loads = sass.places(r"\bLDG\.E\.128")
     assert len(loads) == 2 * 4 + 2
-    assert max(loads) < min(i for i, line in enumerate(code) if re.search(r"\bSHFL|\bSTG|\bFMUL|\bFSETP", line))
+    assert max(loads) < sass.first_place(r"\bSHFL|\bSTG|\bFMUL|\bFSETP")
 
 
 def test_every_kernel_that_a_call_can_need_is_deployed() -> None:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 
@@ -42,7 +40,7 @@ def test_compiles(arch: str, name: str) -> None:
     if name not in products.NAMES:
         return
     experiment = products.NAMES[name]
-    found = re.findall(r"tcgen05\.(mma|cp)(\.ws)?\.cta_group::(\d)\.(?:kind::(\w+))?", report.ptx)
+    found = report.in_ptx.findall(r"tcgen05\.(mma|cp)(\.ws)?\.cta_group::(\d)\.(?:kind::(\w+))?")
     want = [
         ("cp", "", str(experiment.blocks), "")
         if isinstance(step, Copy)
@@ -50,7 +48,7 @@ def test_compiles(arch: str, name: str) -> None:
         for step in experiment.steps
     ]
     assert found == want
-    assert len(re.findall(r"tcgen05\.commit", report.ptx)) == 1
+    assert report.in_ptx.count(r"tcgen05\.commit") == 1
 
 
 def test_every_instruction_of_the_experiments_is_told_of() -> None:
@@ -77,8 +75,8 @@ def test_a_fact_names_the_kernels_that_rest_on_it() -> None:
 
 def test_the_scope_of_arrivals() -> None:
     for scope in ("cta", "cluster"):
-        ptx = compile_report(check.key_of("sm_100a", f"{check.PREFIX}handoff_{scope}")).ptx
-        assert ("mbarrier.arrive.release.cluster" in ptx) == (scope == "cluster")
+        ptx = compile_report(check.key_of("sm_100a", f"{check.PREFIX}handoff_{scope}")).in_ptx
+        assert ptx.has(r"mbarrier\.arrive\.release\.cluster") == (scope == "cluster")
 
 
 @pytest.mark.parametrize("name", products.NAMES)

@@ -31,6 +31,7 @@ from cute_kernels.indexer.blackwell.logits import (
     work,
 )
 from cute_kernels.indexer.mma_sync.logits import PortableLogitsKey
+from tests.compile.questions import distinct
 from tests.compile.reports import check_fits, compile_report
 
 KEYS = [
@@ -68,26 +69,26 @@ def test_compiles(key: BlackwellLogitsKey) -> None:
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_tensor_memory_products_and_barriers(key: BlackwellLogitsKey) -> None:
     """What the PTX says is what the config says."""
-    ptx, config = compile_report(key).ptx, key.config
+    ptx, config = compile_report(key).in_ptx, key.config
     kind = "mxf4.block_scale.block32" if key.mxfp4 else "f8f6f4"
-    assert len(re.findall(rf"tcgen05\.mma\.cta_group::1\.kind::{re.escape(kind)} ", ptx)) == len(config.steps)
-    assert len(re.findall(r"tcgen05\.mma\.", ptx)) == len(config.steps)
-    assert len(re.findall(r"tcgen05\.commit\.", ptx)) == 1
-    assert re.findall(r"tcgen05\.alloc\.\S+ \[%r\d+\], (\d+);", ptx) == [str(config.tensor_columns)]
-    assert re.findall(r"tcgen05\.dealloc\.\S+ %r\d+, (\d+);", ptx) == [str(config.tensor_columns)]
-    assert len(re.findall(r"tcgen05\.cp\.", ptx)) == (1 + config.scale_tiles if key.mxfp4 else 0)
-    constants = {int(number) for number in re.findall(r"-?\b\d{5,}\b", ptx)}
+    assert ptx.count(rf"tcgen05\.mma\.cta_group::1\.kind::{re.escape(kind)} ") == len(config.steps)
+    assert ptx.count(r"tcgen05\.mma\.") == len(config.steps)
+    assert ptx.count(r"tcgen05\.commit\.") == 1
+    assert ptx.findall(r"tcgen05\.alloc\.\S+ \[%r\d+\], (\d+);") == [str(config.tensor_columns)]
+    assert ptx.findall(r"tcgen05\.dealloc\.\S+ %r\d+, (\d+);") == [str(config.tensor_columns)]
+    assert ptx.count(r"tcgen05\.cp\.") == (1 + config.scale_tiles if key.mxfp4 else 0)
+    constants = {int(number) for number in ptx.ask(distinct, r"-?\b\d{5,}\b")}
     assert {config.operand.descriptor, *(instruction for _, instruction in config.steps)} <= constants
-    assert len(re.findall(r"mbarrier\.init\.", ptx)) == config.barriers
-    assert ("fence.proxy.async.shared::cta" in ptx) == key.mxfp4
+    assert ptx.count(r"mbarrier\.init\.") == config.barriers
+    assert ptx.has(r"fence\.proxy\.async\.shared::cta") == key.mxfp4
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_sums_cost_five_instructions_for_four_products(key: BlackwellLogitsKey) -> None:
     report, config = compile_report(key), key.config
-    if report.sass is None:
+    if report.in_sass is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
-    found = Counter(re.findall(r"\b(UTC[QO]MMA|UTCHMMA|FMNMX\.NAN|FADD2|FFMA2|LDTM|STTM)\b", report.sass))
+    found = Counter(report.in_sass.findall(r"\b(UTC[QO]MMA|UTCHMMA|FMNMX\.NAN|FADD2|FFMA2|LDTM|STTM)\b"))
     rows = key.rows if config.rows % config.row_splits else config.held
     products = rows * key.heads
     # the sums that are made again where one is beyond fp32's range are in a loop

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from cute_kernels.models import MODELS
@@ -31,11 +29,11 @@ def test_all_loads_are_on_their_way_before_any_of_them_is_used(arch: str, pytest
     # of one source: what differs on Blackwell is the assembler's work alone
     for key in keys if arch == "sm_90a" else (keys[0], keys[-1]):
         report = compile_report(key)
-        if report.sass is None:
+        if report.in_sass is None:
             pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
-        code = [line for line in report.sass.splitlines() if ";" in line]
-        loads = [i for i, line in enumerate(code) if re.search(r"\bLDG\.E\.\S*128", line)]
-        used = [i for i, line in enumerate(code) if re.search(r"\bFFMA|\bSHFL|\bSTG", line)]
+        sass = report.in_sass
+        loads = sass.places(r"\bLDG\.E\.\S*128")
+        used = sass.places(r"\bFFMA|\bSHFL|\bSTG")
         count, _ = key_facts(key)
         assert loads[count - 1] < min(used)
         assert len(loads) == count * (1 + key.more)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -16,12 +14,12 @@ from tests.compile.reports import compile_report
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
 def test_row_and_weights_are_on_their_way_before_any_of_them_is_used(arch: str) -> None:
     report = compile_report(RmsNormKey(arch, 7168, False))
-    if report.sass is None:
+    if report.in_sass is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
-    code = [line for line in report.sass.splitlines() if ";" in line]
-    loads = [i for i, line in enumerate(code) if re.search(r"\bLDG\.E\.128", line)]
+    sass = report.in_sass
+    loads = sass.places(r"\bLDG\.E\.128")
     assert len(loads) * 128 * RmsNormKey(arch, 7168, False).warps == 7168
-    assert max(loads) < min(i for i, line in enumerate(code) if re.search(r"\bFFMA|\bFMUL|\bSHFL|\bSTG", line))
+    assert max(loads) < sass.first_place(r"\bFFMA|\bFMUL|\bSHFL|\bSTG")
 
 
 @pytest.mark.parametrize("width", [8, 24, 256, 264, 1024, 2048, 2056, 3000, 4096, 5000, 7168, 32768])

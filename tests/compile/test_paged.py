@@ -5,19 +5,19 @@ that is read before it is filled anew."""
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.models import MODELS
-from cute_kernels.runtime.report import Report
 from cute_kernels.sparse_mla import select
 from cute_kernels.sparse_mla.hopper import prefill_paged
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
 from cute_kernels.sparse_mla.schedule import CLUSTERS
-from tests.compile.reports import compile_report
+from tests.compile.reports import Asked, compile_report
 
 """Of products: Q K^T, half by half, and P V. The assembler ends each instruction with a wait of its own where it loses
 track."""
@@ -31,17 +31,22 @@ KEYS = (
 
 
 @pytest.fixture(scope="module", params=KEYS, ids=["whole", "codes", *(f"cluster{n}" for n in CLUSTERS)])
-def report(request: pytest.FixtureRequest) -> Report:
+def report(request: pytest.FixtureRequest) -> Asked:
     return compile_report(request.param)
 
 
-def test_codes_are_stored_before_their_room_is_filled_anew(report: Report) -> None:
+def accesses_of_the_last_role(sass: str) -> list[Any]:
+    """(kind, register, offset) of its accesses to shared memory, and its jumps."""
+    _, code = sass.rsplit("USETMAXREG", 1)
+    return re.findall(r"(LDS\.128 \w+, |STS\.128 |LDGSTS\.E\.BYPASS\.128 |BRA)(?:\[(\w+?)(?:\+0x(\w+))?\])?", code)
+
+
+def test_codes_are_stored_before_their_room_is_filled_anew(report: Asked) -> None:
     """Of a tile, in one straight line: all that is made of a slab's codes is stored before the next tile's are asked
     for in their place."""
-    if not report.sass:
+    if report.in_sass is None:
         pytest.skip("nvdisasm is not there")
-    _, rows = report.sass.rsplit("USETMAXREG", 1)
-    found = re.findall(r"(LDS\.128 \w+, |STS\.128 |LDGSTS\.E\.BYPASS\.128 |BRA)(?:\[(\w+?)(?:\+0x(\w+))?\])?", rows)
+    found = report.in_sass.ask(accesses_of_the_last_role)
     kinds = [kind.split(".")[0].strip() for kind, _, _ in found]
     places = [(register, int(offset or "0", 16)) for _, register, offset in found]
     slabs, groups = prefill_paged.LAST_SLAB, prefill_paged.GROUPS

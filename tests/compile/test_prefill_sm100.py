@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.dsl import umma
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.arch import SMEM_BYTES
-from cute_kernels.runtime.report import Report
 from cute_kernels.sparse_mla import launch
 from cute_kernels.sparse_mla.blackwell import decode
 from cute_kernels.sparse_mla.blackwell.decode import (
@@ -51,7 +49,8 @@ from cute_kernels.sparse_mla.blackwell.prefill_mixed import (
     value_offset,
 )
 from cute_kernels.sparse_mla.blackwell.prefill_paged import PAGED, BlackwellPagedKey
-from tests.compile.reports import compile_report
+from tests.compile.questions import constants
+from tests.compile.reports import Asked, compile_report
 
 HALF = STAGE_BYTES // KV_WARPS
 CONFIGS = {
@@ -65,11 +64,11 @@ CONFIGS = {
 
 
 @pytest.fixture(scope="module", params=CONFIGS, ids=lambda key: f"{type(key).__name__} {key.arch}")
-def report(request: pytest.FixtureRequest) -> Report:
+def report(request: pytest.FixtureRequest) -> Asked:
     return compile_report(request.param)
 
 
-def test_no_spills_and_the_instructions_of_the_config(report: Report) -> None:
+def test_no_spills_and_the_instructions_of_the_config(report: Asked) -> None:
     config, gathers, loads, expected = CONFIGS[report.key]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert report.registers <= 65536 // config.threads // 8 * 8
@@ -78,23 +77,17 @@ def test_no_spills_and_the_instructions_of_the_config(report: Report) -> None:
     assert report.instructions["tcgen05.mma"] == 512 // 16 + 2 * (KEYS // 16)
     assert report.instructions["tcgen05.cp"] == len(list(query_copies()))
     assert (report.instructions["tma.gather4"], report.instructions["tma.load"]) == (gathers, loads)
-    assert len(re.findall(r"\bmbarrier\.init", report.ptx)) == config.barriers
-    told = re.findall(r"arrive\.expect_tx\S* %\w+, \[[^\]]+\], ([%\w]+);", report.ptx)
-    assert {value_of(report.ptx, name) for name in told} == expected
-    if report.sass:
-        assert report.sass.count("UTCHMMA.WS") == report.instructions["tcgen05.mma"]
-        assert report.sass.count("GATHER4") == gathers
+    assert report.in_ptx.count(r"\bmbarrier\.init") == config.barriers
+    told = report.in_ptx.ask(constants, r"arrive\.expect_tx\S* %\w+, \[[^\]]+\], ([%\w]+);")
+    assert {int(number) for number in told} == expected
+    if report.in_sass is not None:
+        assert report.in_sass.count(r"UTCHMMA\.WS") == report.instructions["tcgen05.mma"]
+        assert report.in_sass.count(r"GATHER4") == gathers
 
 
-def value_of(ptx: str, name: str) -> int:
-    """Of a constant, or of the register that holds one."""
-    found = re.search(rf"mov\.b32\s+{name}, (\d+);", ptx)
-    return int(found.group(1) if found else name)
-
-
-def test_p_is_seen_before_anybody_is_told_of_it(report: Report) -> None:
+def test_p_is_seen_before_anybody_is_told_of_it(report: Asked) -> None:
     """What threads store for tensor cores is fenced before anybody is told of it."""
-    fences = report.ptx.count("fence.proxy.async")
+    fences = report.in_ptx.count(r"fence\.proxy\.async")
     config = CONFIGS[report.key][0]
     # of softmax warps, and of dequantizers
     assert fences >= 1 + config.dequantizes

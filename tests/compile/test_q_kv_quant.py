@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from cute_kernels.models import MODELS
@@ -12,6 +10,7 @@ from cute_kernels.models import MODELS
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.norm import q_kv_quant
+from tests.compile.questions import parts
 from tests.compile.reports import compile_report
 
 
@@ -19,6 +18,5 @@ from tests.compile.reports import compile_report
 def test_weights_are_asked_for_before_the_wait(arch: str, model: str) -> None:
     """And rows behind it."""
     for key in q_kv_quant.deployment_keys(MODELS[model], 1, arch):
-        before = compile_report(key).ptx.split("griddepcontrol.wait")[0]
-        loads = len(re.findall(r"ld\.relaxed\.cta\.global\.v4\.b32", before))
-        assert loads == (1 if key.spread else -(-key.width // 256) - (-key.kv_width // 256))
+        of_parts = compile_report(key).in_ptx.ask(parts, r"griddepcontrol\.wait", r"ld\.relaxed\.cta\.global\.v4\.b32")
+        assert len(of_parts[0]) == (1 if key.spread else -(-key.width // 256) - (-key.kv_width // 256))

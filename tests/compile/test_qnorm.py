@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
@@ -25,16 +23,15 @@ ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_89", "sm_120a")
 def test_all_rows_are_on_their_way_before_anything_waits(arch: str, rows: int) -> None:
     """The loads of the queries come first and next to each other; none is sunk to where its row is used."""
     report = compile_report(QnormKey(arch, rows=rows))
-    if report.sass is None:
+    if report.in_sass is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
-    code = [line for line in report.sass.splitlines() if ";" in line]
-    loads = [i for i, line in enumerate(code) if re.search(r"\bLDG\.E", line)]
+    sass = report.in_sass
+    loads = sass.places(r"\bLDG\.E")
+    wide = sass.places(r"\bLDG\.E.*\.128\.STRONG")
     first = loads[: 2 * rows + 1]
     # of one row the position comes first, of several last
-    assert [bool(re.search(r"\.128\.STRONG", code[i])) for i in first] == (
-        [False, True, True] if rows == 1 else [True] * (2 * rows) + [False]
-    )
-    uses = [i for i, line in enumerate(code) if re.search(r"\bSHFL|\bFMUL|\bFFMA|\bSTG", line)]
+    assert [i in wide for i in first] == ([False, True, True] if rows == 1 else [True] * (2 * rows) + [False])
+    uses = sass.places(r"\bSHFL|\bFMUL|\bFFMA|\bSTG")
     assert max(first) < min(uses)
 
 

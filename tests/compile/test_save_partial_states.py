@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
@@ -22,26 +20,26 @@ WIDTHS = (1024, 512, 256, 128)
 def test_a_row_is_on_its_way_before_anything_waits(arch: str) -> None:
     """The loads of kv and score come before those of position and slot, and so before whatever waits for these."""
     report = compile_report(SaveKey(arch, 1024))
-    if report.sass is None:
+    if report.in_sass is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
-    code = [line for line in report.sass.splitlines() if ";" in line]
-    loads = [i for i, line in enumerate(code) if re.search(r"\bLDG\.E", line)]
-    rows = [i for i in loads if re.search(r"NA\.128", code[i])]
+    sass = report.in_sass
+    loads = sass.places(r"\bLDG\.E")
+    rows = sass.places(r"\bLDG\.E.*NA\.128")
     assert len(loads) == 8
     assert rows == loads[:4]
-    assert max(rows) < min(i for i, line in enumerate(code) if re.search(r"\bEXIT|\bBRA|\bSTG", line))
+    assert max(rows) < sass.first_place(r"\bEXIT|\bBRA|\bSTG")
     # the bias is 16 bytes a lane too, and the only load that has to wait
-    assert all(re.search(r"\.128", code[i]) for i in loads[6:])
+    assert set(loads[6:]) <= set(sass.places(r"\bLDG\.E.*\.128"))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_long_calls_store_kv_before_they_load_score(arch: str) -> None:
     report = compile_report(key_for(arch, 1024, MANY_COLUMNS))
-    if report.sass is None:
+    if report.in_sass is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
-    code = [line for line in report.sass.splitlines() if ";" in line]
-    stores = [i for i, line in enumerate(code) if re.search(r"\bSTG\.E\.128", line)]
-    rows = [i for i, line in enumerate(code) if re.search(r"\bLDG\.E\.128\.STRONG", line)]
+    sass = report.in_sass
+    stores = sass.places(r"\bSTG\.E\.128")
+    rows = sass.places(r"\bLDG\.E\.128\.STRONG")
     assert (len(stores), len(rows)) == (4, 4)
     assert rows[1] < stores[0] < stores[1] < rows[2] < rows[3] < stores[2]
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 
 import pytest
 
@@ -35,21 +34,21 @@ def test_compiles(arch: str, pytestconfig: pytest.Config) -> None:
         assert problems(key, report) == []
         assert (report.stack, report.smem) == (0, key.smem_bytes)
         assert not key.is_spread or 2 * (report.smem + RESERVED) > MULTIPROCESSOR_BYTES
-        assert f".reqntid {32 * key.warps}" in report.ptx
-        assert not re.search(r"\bdiv\.|\brem\.|st\.local|ld\.local", report.ptx)
+        assert report.in_ptx.has(rf"\.reqntid {32 * key.warps}\b")
+        assert not report.in_ptx.has(r"\bdiv\.|\brem\.|st\.local|ld\.local")
         # orders are unsigned: those of negative numbers have the highest bit set
-        assert not re.search(r"redux\.sync\.(min|max)\.s32", report.ptx)
-        assert ("barrier.cluster" in report.ptx) == (key.cluster > 1)
-        assert ("griddepcontrol.wait" in report.ptx) == (arch not in ("sm_80", "sm_89"))
-        assert not re.search(r"STL|LDL", report.sass or "")
+        assert not report.in_ptx.has(r"redux\.sync\.(min|max)\.s32")
+        assert report.in_ptx.has(r"barrier\.cluster") == (key.cluster > 1)
+        assert report.in_ptx.has(r"griddepcontrol\.wait") == (arch not in ("sm_80", "sm_89"))
+        assert report.in_sass is None or not report.in_sass.has(r"STL|LDL")
         # registers for 32 warps, as far as whole blocks have them, or 16 where a block shares its row
         warps = 16 if key.cluster > 1 else 32 // key.warps * key.warps
         assert report.registers * 32 * warps <= 65536
-        if report.sass is not None:
-            code = [line for line in report.sass.splitlines() if ";" in line]
-            loads = [i for i, line in enumerate(code) if re.search(r"\bLDG\.E\.128", line)]
+        if report.in_sass is not None:
+            sass = report.in_sass
+            loads = sass.places(r"\bLDG\.E\.128")
             # all of a tile are on their way before one is waited for
-            assert loads[key.vectors - 1] < min(i for i, line in enumerate(code) if i > loads[0] and "FMNMX" in line)
+            assert loads[key.vectors - 1] < min(i for i in sass.places("FMNMX") if i > loads[0])
 
 
 @pytest.mark.parametrize("arch", sorted(SMEM_BYTES))

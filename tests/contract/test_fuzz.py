@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import random
 import re
@@ -127,10 +128,20 @@ class Calls:
             return False
         assert complaint(raised) == "", f"{complaint(raised)}, {[describe(value) for value in values]}"
         for place, memory in memories.items():
-            assert verify.same_bytes(memory, before[place]), (
+            assert holds(memory, before[place]), (
                 f"written before it raised {raised!r}, {[describe(value) for value in values]}"
             )
         return True
+
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+
+
+def holds(memory: torch.Tensor, bytes_: torch.Tensor) -> bool:
+    """torch.equal of all bytes of two memories, in a third of the time: tens of thousands are compared."""
+    size = memory.numel()
+    return size == bytes_.numel() and _memcmp(memory.data_ptr(), bytes_.data_ptr(), size) == 0
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:

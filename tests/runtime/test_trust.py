@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -221,11 +220,12 @@ def test_a_choice_wins_and_leaves_no_trace(gpu: SimpleNamespace) -> None:
     assert not answer(gpu)
 
 
-def write_often(folder: str, status: str) -> None:
-    os.environ[cache.DIRECTORY_VARIABLE] = folder
-    cache.environment = lambda: dict(ENVIRONMENT)
-    trust.gpu_of = lambda index: {"name": "B"}
-    trust.arch_of = lambda index: "sm_100a"
+def write_often(folder: str, status: str, patch: pytest.MonkeyPatch, both: Any) -> None:
+    patch.setenv(cache.DIRECTORY_VARIABLE, folder)
+    patch.setattr(cache, "environment", lambda: dict(ENVIRONMENT))
+    patch.setattr(trust, "gpu_of", lambda index: {"name": "B"})
+    patch.setattr(trust, "arch_of", lambda index: "sm_100a")
+    both.wait(60)
     for number in range(100):
         assert trust.keep(OP, KERNEL, 0, status, 9, f"{status} {number}") == ""
         found = trust.read(OP, KERNEL, 0)
@@ -233,13 +233,17 @@ def write_often(folder: str, status: str) -> None:
         assert found["detail"].startswith(found["status"])
 
 
-def test_processes_do_not_disturb_each_other(folder: Path) -> None:
+def write_from_elsewhere(folder: str, both: Any) -> None:
+    write_often(folder, "fail", pytest.MonkeyPatch(), both)
+
+
+def test_processes_do_not_disturb_each_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader finds one writer's verdict whole, never a piece of it, never none."""
     context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=write_often, args=(str(folder), status)) for status in ("pass", "fail")]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert [writer.exitcode for writer in writers] == [0, 0]
+    both = context.Barrier(2)
+    writer = context.Process(target=write_from_elsewhere, args=(str(folder), both))
+    writer.start()
+    write_often(str(folder), "pass", monkeypatch, both)
+    writer.join()
+    assert writer.exitcode == 0
     assert len([p for p in folder.rglob("*") if p.is_file()]) == 1
