@@ -21,7 +21,7 @@ has_gpu() {
 # setup_venv [EXTRA]: make .venv if there is none and install this project, with one of its extras, into it. A stamp holds a
 # hash of what decides the result, so a second call does nothing.
 setup_venv() {
-  local extra=${1:-} gpu=no have wanted key have_key='' have_extra='' oldest='' stamp=$ROOT/.venv/.cute-kernels
+  local extra=${1:-} gpu=no have wanted key have_key='' have_extra='' stamp=$ROOT/.venv/.cute-kernels
   has_gpu && gpu=yes
 
   "$PY" -c '' 2>/dev/null || make_venv "$gpu"
@@ -49,11 +49,6 @@ END
     fail "$ROOT/.venv has no pip and $PY has no ensurepip: remove .venv and set PYTHON to a complete Python"
   # Older pips cannot install a pyproject.toml project in place.
   pip_install 'pip>=23'
-  if [[ $extra == test ]]; then
-    # beside the rest: one pip leaves a core idle
-    install_oldest_dsl &
-    oldest=$!
-  fi
   if [[ $gpu == yes ]]; then
     pip_install -e "$ROOT[cu13${extra:+,$extra}]"
     "$PY" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' ||
@@ -62,7 +57,7 @@ END
     pip_install torch==2.13.0
     pip_install -e "$ROOT${extra:+[$extra]}"
   fi
-  [[ -z $oldest ]] || wait "$oldest" || fail "the oldest CuTe DSL could not be installed"
+  [[ $extra != test ]] || install_oldest_dsl
   echo "$key $extra" >"$stamp"
 }
 
