@@ -139,7 +139,7 @@ _memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
 
 def holds(memory: torch.Tensor, bytes_: torch.Tensor) -> bool:
-    """torch.equal of all bytes of two memories, in a third of the time: tens of thousands are compared."""
+    """Whether all bytes of two memories are equal, without what torch.equal costs: tens of thousands are compared."""
     size = memory.numel()
     return size == bytes_.numel() and _memcmp(memory.data_ptr(), bytes_.data_ptr(), size) == 0
 

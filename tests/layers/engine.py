@@ -43,7 +43,7 @@ _dequantize = linear.dequantize_weight
 
 
 def _dequantized_once(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As linear.dequantize_weight, which a layer on the CPU calls anew in every step: a tenth of a test's time."""
+    """As linear.dequantize_weight, which a layer on the CPU calls anew in every step."""
     if torch.compiler.is_compiling():
         return _dequantize(weight, scale, dtype)
     made_of = dtype, weight._version, scale._version, scale.data_ptr()
