@@ -1,24 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sparse_mla_decode on Hopper for up to 16 heads and V4.1's own records, rows whole: keys on the tensor cores' long
-side, as in prefill_swap_ab.py, whose products and softmax it shares, over records that are dequantized on their way.
+"""sparse_mla_decode on Hopper for up to 16 heads, rows whole: keys on the tensor cores' long side, as in
+prefill_swap_ab.py, whose softmax and PV it shares, over records that are dequantized on their way.
 
 A CTA takes work tiles: a query row with all its heads. Its keys come in tiles of 64. Warpgroups:
 
-    0      QK and softmax     copies Q, S^T = K Q^T, softmax                     prefill_swap_ab.QkSoftmax
-    1      PV and epilogue    O^T += V^T P, out                                  prefill_swap_ab.PvEpilogue
-    2, 3   dequantizers       records -> bf16, 256 columns each                  HalfDequantizer
-    4      producer           indices -> rows, their copies                      decode.Producer
+    0, 1   dequantizer, QK and softmax, ping-pong   records -> bf16, S^T = K Q^T, softmax     DequantQkSoftmax
+    2      PV and epilogue                          copies Q, O^T += V^T P, out               prefill_swap_ab.PvEpilogue
+    3      producer                                 indices -> rows, their copies             decode.Producer
 
     indices  gmem --> producer (index, then page and row of each key of a tile)
-    records  gmem --bulk copy--> raw ring [4 stages of 32 keys] --dequantizers--> KV ring [8 quarters of tiles, bf16]
-    scales   gmem --cp.async---> scale, same stages, of fp8_ds_mla; others are in the records     |            |
-    Q        gmem --cp.async--> q ---------------------------------------------------wgmma--> S^T |            |
-                                                                              p [2] <-- softmax --+            |
-                                                                                +----------------------wgmma--> O^T
+    records  gmem --bulk copy--> raw ring [4 stages of 32 keys] --dequantizer--> K in registers --wgmma--> S^T
+    scales   gmem --cp.async---> scale, same stages, of fp8_ds_mla  |                                      v softmax
+    Q        gmem --cp.async--> q ---------------------------------------------------------wgmma--> S^T   p [2]
+                                                                    +--> KV ring [8 quarters of tiles] --wgmma--> O^T
     out      gmem <---------------------------------------------------------------------------------------------+
 
-A CTA has the whole of a record, so each is copied once and dequantized once; decode.py, which makes work tiles of 64
-rows whatever the heads, takes as long for 8 heads as for 64.
+    barrier   full                                      empty                        waits for full, for empty
+    fp8       all bytes of 32 keys' records and the     dequantizer has loaded       dequantizer, producer
+              tile's header are there                   them
+    kv        none: p's                                 PV is done with a quarter    -, dequantizer
+    p         a warpgroup has stored a tile's P, and    PV is done with it           PV, softmax
+              before that its V
+    q         a work tile's queries                     none: PV copies them         QK
+    row_max   of each softmax warpgroup: the running maxima know of its tile         the other softmax warpgroup
+
+K goes to the tensor cores from the registers that it is dequantized in, so shared memory has it once, for PV. A lane has
+16 neighbouring columns of two keys of each slab: four of them are what a product of 16 columns takes of a lane, so Q
+lies in shared memory with its columns in that order (`QueryCopies`).
 """
 
 from __future__ import annotations
@@ -29,37 +37,41 @@ from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.dsl import barriers, ptx, wgmma
+from cute_kernels.dsl import barriers, convert, ptx, wgmma
 from cute_kernels.dsl.entry import entry_point
+from cute_kernels.dsl.reduce import pairwise
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import FP8_DS_MLA, MXFP8_V41, NVFP4_V41
 from cute_kernels.sparse_mla.hopper import index_loader
 from cute_kernels.sparse_mla.hopper import prefill_swap_ab as swap_ab
 from cute_kernels.sparse_mla.hopper.decode import Producer
-from cute_kernels.sparse_mla.hopper.decode_dequantize import CHUNKS, E2M1_WORDS, RowConverter
+from cute_kernels.sparse_mla.hopper.decode_dequantize import E2M1_SHIFT, LEAST_POWER, NAN, ONES, e2m1_factors
 from cute_kernels.sparse_mla.hopper.decode_smem import (
     CURSOR,
-    DIM,
     END,
     EXTRA,
+    FIRST,
     FP8_KEYS,
     FP8_STAGES,
     HEADER,
     HEADERS,
+    KEYS,
     LAST,
-    LAST_SLAB,
-    PARTS,
+    PING_PONG,
     SLAB,
     SLAB_BYTES,
-    SLABS,
+    SLAB_ROW_BYTES,
     WARP_KEYS,
     RecordPart,
 )
 from cute_kernels.sparse_mla.kernel_args import DecodeArgs, DecodeKernelKey, fake_decode
 from cute_kernels.sparse_mla.params import (
+    NEG_MAX,
+    RESCALE_THRESHOLD,
     KVSources,
     Logs,
     PrefillOutput,
@@ -72,12 +84,11 @@ from cute_kernels.sparse_mla.params import (
 
 # ---- config
 
-KV_STAGES = 8
-"""Quarters of tiles: two tiles."""
-
 TILE_STAGES = swap_ab.QUARTERS
-HALF_STAGES = TILE_STAGES // 2
-"""Of a tile, and of what a dequantizer warpgroup has of it."""
+"""Of a tile in the KV ring."""
+
+KV_STAGES = PING_PONG * TILE_STAGES
+"""Quarters of tiles: each softmax warpgroup has a tile of its own."""
 
 PITCH = FP8_DS_MLA.data_bytes
 """From row to row of a stage, but for the shortest records."""
@@ -94,246 +105,446 @@ WHOLE = {
 """Records by format, as a CTA has the whole of them. Loads of rows meet in no bank: of PITCH, 16 bytes of two rows at a
 time; of 288 bytes, 8 of four."""
 
-PV, DEQUANT, PRODUCER, WARPGROUPS = 1, 2, 4, 5
+PV, PRODUCER, WARPGROUPS = 2, 3, 4
 THREADS = WARPGROUPS * 128
 
-SOFTMAX_REGISTERS, PV_REGISTERS, DEQUANT_REGISTERS, PRODUCER_REGISTERS = 112, 128, 88, 56
-"""Per thread, in steps of 8; all five warpgroups together have 480, what they are launched with."""
+SOFTMAX_BARRIER = 3
+"""Of the first softmax warpgroup; the second one's comes next. 1 and 2 are prefill_swap_ab.py's."""
+
+SOFTMAX_REGISTERS, PV_REGISTERS, PRODUCER_REGISTERS = 168, 120, 56
+"""Per thread, in steps of 8; all four warpgroups together have 512, what they are launched with."""
+
+SLABS = swap_ab.SLABS
+SLAB_STEPS = SLAB // swap_ab.STEP
+RELEASED = 2
+"""Slabs that are dequantized before the one that is loaded last: until its words are there others are under way."""
+
+SLAB_ORDER = (*range(RELEASED), SLABS - 1, *range(RELEASED, SLABS - 1))
 
 
 # ---- shared memory
 
 
-class Raw(NamedTuple):
-    """Addresses in shared memory of what the producer fills; by default sizes in bytes.
+class Own(NamedTuple):
+    """Addresses in shared memory of what prefill_swap_ab.py has not; by default sizes in bytes.
 
-    fp8      [4][32 keys][PITCH] records
-    scale    [4][32 keys] 8 scale bytes, of fp8_ds_mla
-    header   [8] headers of tiles, as decode.py has them
-    cursor   [4 producer warps] where it is
+    fp8       [4][32 keys][PITCH] records
+    scale     [4][32 keys] 8 scale bytes, of fp8_ds_mla
+    header    [8] headers of tiles, as decode.py has them
+    cursor    [4 producer warps] where it is
+    row_max   [16 heads] fp32: running maxima
     """
 
     fp8: Any = FP8_STAGES * STAGE_BYTES
     scale: Any = FP8_STAGES * FP8_KEYS * FP8_DS_MLA.scale_bytes
     header: Any = HEADERS * HEADER
     cursor: Any = 4 * CURSOR
+    row_max: Any = 64
+
+
+UNUSED = ("lists", "header", "cursors", "exchange")
+"""Of prefill_swap_ab.py's: another producer's, and what is in row_sum."""
+
+
+def row_sum_bytes(heads: int) -> int:
+    """A softmax warpgroup's running sums, [128 threads][heads / 4] fp32. At a work tile's end it has its exchange
+    there."""
+    return wgmma.WARPGROUP * heads // 4 * 4
 
 
 def smem_parts(config: swap_ab.SwapAbConfig) -> dict[str, int]:
-    """Bytes of everything in shared memory but the barriers, in order: what the producer of prefill does not need of
-    swap_ab's, and the raw ring."""
-    unused = ("lists", "cursors")
-    shared = {name: size for name, size in swap_ab.smem_parts(config).items() if name not in unused}
-    return shared | {f"raw_{name}": size for name, size in Raw()._asdict().items()}
+    """Bytes of everything in shared memory but the barriers, in order."""
+    shared = {name: size for name, size in swap_ab.smem_parts(config).items() if name not in UNUSED}
+    row_sum = PING_PONG * row_sum_bytes(config.heads)
+    return shared | {"row_sum": row_sum} | {f"own_{name}": size for name, size in Own()._asdict().items()}
+
+
+BARRIERS = 2 * (KV_STAGES + swap_ab.P_STAGES + FP8_STAGES) + 2 * PING_PONG
 
 
 def smem_bytes(config: swap_ab.SwapAbConfig) -> int:
-    stages = KV_STAGES + swap_ab.P_STAGES + FP8_STAGES
-    return sum(smem_parts(config).values()) + stages * barriers.BYTES_PER_STAGE
+    return sum(smem_parts(config).values()) + BARRIERS * 8
 
 
-def allocate(allocator: SmemAllocator, config: swap_ab.SwapAbConfig) -> tuple[swap_ab.Smem, Raw]:
+def allocate(allocator: SmemAllocator, config: swap_ab.SwapAbConfig) -> tuple[swap_ab.Smem, Own]:
+    """exchange is where row_sum is."""
     places = {}
     for name, size in smem_parts(config).items():
         align = 1024 if name in swap_ab.SWIZZLED else 16
         place = allocator.allocate_tensor(Int32, cute.make_layout(size // 4), byte_alignment=align)
         places[name] = place.iterator.toint()
-    raw = Raw(*(places.pop(f"raw_{name}") for name in Raw._fields))
-    return swap_ab.Smem(**places, lists=None, cursors=None), raw
+    own = Own(*(places.pop(f"own_{name}") for name in Own._fields))
+    places["exchange"] = places.pop("row_sum")
+    return swap_ab.Smem(**places, lists=None, header=None, cursors=None), own
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A CTA's mbarriers, and what completes their phases.
-
-    fp8   full: all bytes of 32 keys' records, and the tile's header are there. empty: dequantizer warps have loaded
-          them
-    kv    full: a dequantizer warpgroup's warps have stored a quarter of a tile. empty: PV warps are done with it
-    p     as in prefill_swap_ab.py
-    """
+    """A CTA's mbarriers: the table at the head. q: of even and of odd work tiles, since a softmax warpgroup may see
+    every second one alone; row_max: of each softmax warpgroup."""
 
     fp8: barriers.Ring
     kv: barriers.Ring
     p: barriers.Ring
+    q: Any
+    row_max: Any
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Bars:
-        return cls(*(barriers.Ring.allocate(smem, stages) for stages in (FP8_STAGES, KV_STAGES, swap_ab.P_STAGES)))
+        rings = (barriers.Ring.allocate(smem, stages) for stages in (FP8_STAGES, KV_STAGES, swap_ab.P_STAGES))
+        return cls(*rings, *(smem.allocate_array(Int64, PING_PONG) for _ in range(2)))
 
     def initialize(self) -> None:
         """By one thread; the CTA synchronizes afterwards."""
         # of each producer warp that has keys in it one thread, and the threads that have keys' scales
-        self.fp8.initialize(2 + FP8_KEYS, 8)
+        self.fp8.initialize(2 + FP8_KEYS, 4)
         self.kv.initialize(4, 4)
         self.p.initialize(4, 4)
+        barriers.initialize(self.q, PING_PONG, wgmma.WARPGROUP)
+        barriers.initialize(self.row_max, PING_PONG, 4)
         cute.arch.mbarrier_init_fence()
 
 
-# ---- dequantization
+# ---- queries
 
 
 @dataclass(frozen=True)
-class HalfDequantizer:
-    """A dequantizer warpgroup: converts 256 of the columns of every tile, those of number `half`, to bf16.
+class QueryCopies:
+    """Copies of work tiles' queries, by the PV warpgroup: it knows when QK is done with those before.
 
-    A thread has the shares of two rows of a tile that it would have in CTA `half` of decode.py's clusters, and does
-    with them what decode_dequantize.RowConverter does.
+    Word i of the 32 of a slab's row becomes word i / 8 of its 16-byte chunk i % 8: then lane l of a warp has, with
+    c = l % 4, columns 16 c + 4 k ... 16 c + 4 k + 3 of the slab in product k, see the operands of wgmma.
+    """
+
+    config: swap_ab.SwapAbConfig
+    bars: Bars
+    smem: swap_ab.Smem
+    scheduler: PrefillScheduler
+    q: PrefillQuery
+    lane: Any
+    warp: Any
+
+    @cute.jit
+    def copy_async(self, number: Any) -> None:
+        """Start to copy the queries of the CTA's work tile of that number, if there is one. A warp does two slabs."""
+        config, q, lane, scheduler = self.config, self.q, self.lane, self.scheduler
+        work_tile = scheduler.first + number * scheduler.step
+        if work_tile < scheduler.end:
+            stage = number % config.q_stages
+            source = q.base + Int64(work_tile) * q.row + lane * 4
+            target = self.smem.q + stage * config.q_bytes + (lane >> 3) * 4
+            for head in cutlass.range(config.heads, unroll=4):
+                # nothing is read of heads that are not there
+                size = Int32(4) if head < q.heads else Int32(0)
+                row = source + Int64(cutlass.min(head, q.heads - 1)) * q.head
+                to = target + head * SLAB_ROW_BYTES + ((lane & 7) ^ (head & 7)) * 16
+                for j in range_constexpr(SLABS // 4):
+                    slab = self.warp * (SLABS // 4) + j
+                    ptx.copy_async_or_zero(
+                        to + slab * (config.heads * SLAB_ROW_BYTES), row + Int64(slab * SLAB_ROW_BYTES), 4, size
+                    )
+            cute.arch.cp_async_mbarrier_arrive_noinc(self.bars.q + number % 2)
+
+
+# ---- dequantization, QK and softmax
+
+
+@dataclass(frozen=True)
+class DequantQkSoftmax:
+    """A warpgroup that dequantizes, and does QK and softmax of, every second tile, from `warpgroup` on.
+
+    A warp has 16 keys: a lane two of them, 8 apart, and of each slab 16 neighbouring columns. Both warpgroups share
+    the running maxima, for which they take turns, and move them as prefill_swap_ab.QkSoftmax does; each has sums of its
+    own, relative to the maxima that it knows of.
 
     formats   of both caches
-    kv        address of the KV ring
-    header    of the headers that softmax reads
+    softmax   with what of the exchange is the warpgroup's
+    mma       K Q^T with K in registers, the first step of a tile and the others
     """
 
     formats: tuple[str, str]
     bars: Bars
-    raw: Raw
-    kv: Any
-    header: Any
-    half: Any
-    thread: Any
+    own: Own
+    softmax: swap_ab.QkSoftmax
+    warpgroup: Any
 
     @cute.jit
     def run(self) -> None:
-        """Fill this half of all tiles in the KV ring."""
-        bars, raw_at = self.bars, self.raw
-        lane = self.thread % 32
-        warp = cute.arch.make_warp_uniform(self.thread // 32)
-        quad, member = lane // 4, lane % 4
-        row = warp * 8 + quad
-        raw = cute.make_rmem_tensor((2 * CHUNKS * 4,), Int32)
-        scales = cute.make_rmem_tensor((2,), Int32)
-        exact = cute.make_rmem_tensor((2,), Int32)
-        # of the thread's first chunk, if it has 2 m and 2 m + 1, or m and m + 4
-        row_at = self.kv + self.half * (SLABS * SLAB_BYTES) + row * (SLAB * 2)
-        code_at, rope_at = row_at + ((2 * member ^ quad) << 4), row_at + ((member ^ quad) << 4)
-
-        tile, flags = Int32(0), Int32(0)
+        """Give PV the V and P of every second tile."""
+        bars, own, softmax = self.bars, self.own, self.softmax
+        config, scheduler, lane, warp = softmax.config, softmax.scheduler, softmax.lane, softmax.warp
+        part = softmax.mma[0].get_slice(softmax.thread)
+        shape = part.partition_shape_C((KEYS, config.heads))
+        s, scores = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+        # one is filled while tensor cores read the other
+        k_parts = [cute.make_rmem_tensor(part.partition_shape_A((KEYS, SLAB)), BFloat16) for _ in range(2)]
+        scale = ptx.abs_f32(softmax.scale_log2)
+        row_max = [Float32(NEG_MAX) for _ in config.own_heads]
+        row_sum = [Float32(0.0) for _ in config.own_heads]
+        # the CTA's work tile before the first one
+        work_tile, number, q_at = scheduler.first - scheduler.step, Int32(-1), softmax.smem.q
+        tile, flags = self.warpgroup, Int32(0)
         while flags & END == 0:
-            self.wait_full(tile)
-            header_at = raw_at.header + tile % HEADERS * HEADER
-            flags = ptx.load_shared_s32(header_at)
+            for piece in range_constexpr(2):
+                bars.fp8.wait_full((2 * tile + piece) % FP8_STAGES, tile // PING_PONG & 1)
+            header_at = own.header + tile % HEADERS * HEADER
+            flags, found, _, _ = ptx.load_shared_128(header_at)
+            skipped = ptx.load_shared_s32(header_at + 16 + warp * 4)
             if flags & END == 0:
-                skipped = [ptx.load_shared_s32(header_at + 16 + (warp // 2 + 2 * piece) * 4) for piece in range(2)]
-                skipped = [word >> (row % WARP_KEYS) for word in skipped]
+                if found != work_tile:
+                    # at most one of a single tile is between
+                    number = number + (Int32(1) if found - work_tile == scheduler.step else Int32(2))
+                    work_tile = found
+                    for j in range_constexpr(len(config.own_heads)):
+                        row_max[j], row_sum[j] = Float32(NEG_MAX), Float32(0.0)
+                    q_at = softmax.smem.q + number % config.q_stages * config.q_bytes
+                    ptx.wait_mbarrier((bars.q + number % 2).toint(), number // 2 & 1)
+                    # tensor cores read them
+                    cute.arch.fence_view_async_shared()
+                logit = Int32(0)
+                if softmax.sink != 0:
+                    is_wanted = (flags & LAST != 0) & (softmax.thread < softmax.q.heads)
+                    logit = ptx.load_global_s32_where(is_wanted, softmax.sink + Int64(softmax.thread) * 4)
+                tile_scale, shift = scale, Float32(0.0)
                 is_extra = False
                 if const_expr(self.formats[0] != self.formats[1]):
                     is_extra = flags & EXTRA != 0
-                kv_stage = tile % 2 * TILE_STAGES
-                to = kv_stage * swap_ab.KV_STAGE_BYTES
-                at = tile, row, member, code_at + to, rope_at + to
                 if is_extra:
-                    self.convert_tile(self.formats[1], raw, scales, exact, skipped, at)
+                    self.multiply(self.formats[1], s, k_parts, part, q_at, tile, skipped)
+                    if const_expr(self.formats[1] == NVFP4_V41.id):
+                        tile_scale, shift = scale * Float32(2.0**E2M1_SHIFT), Float32(E2M1_SHIFT)
                 else:
-                    self.convert_tile(self.formats[0], raw, scales, exact, skipped, at)
-                if self.half == 0 and warp == 0:
-                    self.store_header(flags, header_at, tile)
-                cute.arch.sync_warp()
-                if lane == 0:
-                    for quarter in range_constexpr(HALF_STAGES):
-                        cute.arch.mbarrier_arrive(bars.kv.full(kv_stage + self.half * HALF_STAGES + quarter))
-            tile = tile + 1
-        # the producer ends with two tiles that are none
-        self.wait_full(tile)
+                    self.multiply(self.formats[0], s, k_parts, part, q_at, tile, skipped)
+                valid = ~skipped
+                softmax.take_scores(s, scores, (valid & 0xFF, (valid >> 8) & 0xFF))
+                row_max, row_sum = self.give_p(scores, tile_scale, shift, row_max, row_sum, flags, tile, logit, work_tile)
+            tile = tile + PING_PONG
 
-    def wait_full(self, tile: Any) -> None:
-        """Until a tile's records are there."""
-        for piece in range(2):
-            self.bars.fp8.wait_full((2 * tile + piece) % FP8_STAGES, tile // 2 & 1)
+    # ---- dequantization and QK
 
     @cute.jit
-    def store_header(self, flags: Any, header_at: Any, tile: Any) -> None:
-        """Tell the softmax which of a tile's keys are there, and whether it ends a work tile."""
-        own_at = self.header + tile % swap_ab.HEADERS * swap_ab.HEADER
-        if self.thread < 4:
-            valid = ~ptx.load_shared_s32(header_at + 16 + self.thread * 4)
-            ptx.store_shared_64(own_at + self.thread * 8, valid & 0xFF, (valid >> 8) & 0xFF)
-        if self.thread == 0:
-            last = Int32(index_loader.LAST) if flags & LAST != 0 else Int32(0)
-            ptx.store_shared_s32(own_at + swap_ab.FLAGS_AT, last)
-
-    @cute.jit
-    def convert_tile(
-        self, kv_format: cutlass.Constexpr, raw: Any, scales: Any, exact: Any, skipped: Any, at: Any
+    def multiply(
+        self,
+        kv_format: cutlass.Constexpr,
+        s: Any,
+        k_parts: Any,
+        part: Any,
+        q_at: Any,
+        tile: Any,
+        skipped: Any,
     ) -> None:
-        """Load the thread's shares of a tile's rows, and store them as bf16."""
-        tile, row, member, code_at, rope_at = at
-        part, own = const_expr(PARTS[kv_format]), RowConverter(self.half)
-        for piece in range_constexpr(2):
-            stage = (2 * tile + piece) % FP8_STAGES
-            self.load(kv_format, raw, exact, piece, stage, row, member, skipped[piece])
-        for quarter in range_constexpr(HALF_STAGES):
-            kv_stage = tile % 2 * TILE_STAGES + self.half * HALF_STAGES + quarter
-            self.bars.kv.wait_empty(kv_stage, tile // 2 & 1)
-        # the last slab first, as in decode_dequantize.py
-        last_at = LAST_SLAB * SLAB_BYTES
-        if const_expr(kv_format == NVFP4_V41.id):
-            factors = [own.e2m1_factors(raw, piece, member) for piece in range(2)]
-            own.convert_e2m1(raw, factors, LAST_SLAB, code_at + last_at, True)
-            self.release(tile)
-            for slab in range_constexpr(LAST_SLAB):
-                own.convert_e2m1(raw, factors, slab, code_at + slab * SLAB_BYTES, True)
-        else:
-            is_large = own.set_scales(part, scales, exact)
-            if const_expr(part.rotary != 0):
-                if self.half != 0:
-                    own.move(raw, LAST_SLAB, rope_at + last_at, skipped)
-                else:
-                    own.convert(raw, scales, LAST_SLAB, code_at + last_at)
-            else:
-                own.convert(raw, scales, LAST_SLAB, code_at + last_at)
-            self.release(tile)
-            for slab in range_constexpr(LAST_SLAB):
-                own.convert(raw, scales, slab, code_at + slab * SLAB_BYTES)
-            if is_large:
-                own.scale_again(part, code_at, exact)
+        """s = K Q^T of a tile, which the KV ring has then."""
+        softmax, bars, record = self.softmax, self.bars, const_expr(WHOLE[kv_format])
+        lane, warp = softmax.lane, softmax.warp
+        quad, member = lane >> 2, lane & 3
+        key = warp % 2 * WARP_KEYS + quad
+        stage = (2 * tile + warp // 2) % FP8_STAGES
+        row_at = self.own.fp8 + stage * STAGE_BYTES + key * record.pitch
+        scale_at = self.own.scale + (stage * FP8_KEYS + key) * FP8_DS_MLA.scale_bytes
+        raw, scales = [], []
+        for half in range_constexpr(2):
+            # of what is not there scales are 0, whatever there is in the stage
+            mask = (skipped >> (quad + 8 * half) & 1) - 1
+            half_at = row_at + half * 8 * record.pitch
+            scales.append(self.load_scales(kv_format, half_at, scale_at + half * 8 * FP8_DS_MLA.scale_bytes, member, mask))
+            raw.append([])
+        for slab in range_constexpr(SLABS):
+            for half in range_constexpr(2):
+                half_at = row_at + half * 8 * record.pitch
+                raw[half].append(self.load_codes(kv_format, half_at, slab, member))
+        for quarter in range_constexpr(TILE_STAGES):
+            bars.kv.wait_empty(self.warpgroup * TILE_STAGES + quarter, tile // PING_PONG & 1)
+        target = softmax.smem.kv + self.warpgroup * (TILE_STAGES * swap_ab.KV_STAGE_BYTES)
+        target = target + (warp * WARP_KEYS + quad) * SLAB_ROW_BYTES + ((2 * member ^ quad) << 4)
+        is_large = False
+        if const_expr(kv_format != NVFP4_V41.id):
+            used = [word for half in scales for word in half]
+            is_large = self.has_large(used)
+        q_tile = wgmma.uniform_tile(ptx.again(q_at), softmax.layouts[1], BFloat16)
+        q_parts = softmax.mma[0].make_fragment_B(part.partition_B(q_tile))
+        for i in range_constexpr(SLABS):
+            slab = const_expr(SLAB_ORDER[i])
+            k = k_parts[i % 2]
+            held = cute.recast_tensor(k, Int32)
+            if const_expr(i >= 2):
+                # of the products before the last ones: they have read these registers
+                warpgroup.wait_group(1)
+            for half in range_constexpr(2):
+                words = self.dequantize(kv_format, raw[half][slab], scales[half], slab, is_large, skipped >> (quad + 8 * half))
+                for j in range_constexpr(2):
+                    at = (target ^ (16 * j)) + slab * SLAB_BYTES + half * 8 * SLAB_ROW_BYTES
+                    ptx.store_shared_128(at, words[4 * j : 4 * j + 4])
+                for j in range_constexpr(8):
+                    held[j // 2 * 4 + j % 2 * 2 + half] = words[j]
+            if const_expr(i == RELEASED):
+                self.release(tile)
+            warpgroup.fence()
+            for step in range_constexpr(SLAB_STEPS):
+                chosen = softmax.mma[0] if const_expr(i + step == 0) else softmax.mma[1]
+                cute.gemm(chosen, s, k[None, None, step], q_parts[None, None, slab * SLAB_STEPS + step], s)
+            warpgroup.commit_group()
+        warpgroup.wait_group(0)
 
     @cute.jit
-    def load(
+    def has_large(self, scales: Any) -> Any:
+        """Whether the warp has scales of 2 or more, too large for one product in bf16."""
+        all_bits = scales[0]
+        for word in scales[1:]:
+            all_bits = all_bits | word
+        return cute.arch.vote_any_sync(all_bits & 0x80808080 != 0)
+
+    def load_scales(self, kv_format: str, row_at: Any, scale_at: Any, member: Any, mask: Any) -> list[Any]:
+        """A scale byte for each slab of the lane's columns of a key; NVFP4's become factors, bf16, two in a word."""
+        if kv_format == FP8_DS_MLA.id:
+            low, high = ptx.load_shared_64(scale_at)
+            return [low, high & 0x00FFFFFF]
+        if kv_format == MXFP8_V41.id:
+            words = ptx.load_shared_128(row_at + MXFP8_V41.data_bytes)
+            chosen = 0x6420 + (member // 2) * 0x1111
+            return [ptx.permute_bytes(words[i], words[i + 1], chosen) & mask for i in (0, 2)]
+        factors: list[Any] = []
+        for i in range(2):
+            words = ptx.load_shared_128(row_at + NVFP4_V41.data_bytes + 16 * i)
+            factors += e2m1_factors([word & mask for word in words], member)
+        return factors
+
+    def load_codes(self, kv_format: str, row_at: Any, slab: int, member: Any) -> Any:
+        """The lane's columns of a key and a slab, as the record has them."""
+        if kv_format == NVFP4_V41.id:
+            return ptx.load_shared_64(row_at + slab * (SLAB // 2) + member * 8)
+        if kv_format == FP8_DS_MLA.id and slab == SLABS - 1:
+            rope_at = row_at + slab * SLAB + member * 32
+            return [*ptx.load_shared_128(rope_at), *ptx.load_shared_128(rope_at + 16)]
+        return ptx.load_shared_128(row_at + slab * SLAB + member * 16)
+
+    @cute.jit
+    def dequantize(
         self,
         kv_format: cutlass.Constexpr,
         raw: Any,
-        exact: Any,
-        piece: cutlass.Constexpr,
-        stage: Any,
-        row: Any,
-        member: Any,
+        scales: Any,
+        slab: cutlass.Constexpr,
+        is_large: Any,
         skipped: Any,
-    ) -> None:
-        """Load the thread's share of a row and of its scales. Of a row that is not there scales are 0, whatever there
-        is in the stage."""
-        part = const_expr(WHOLE[kv_format])
-        row_at = self.raw.fp8 + stage * STAGE_BYTES + row * part.pitch
-        mask = (skipped & 1) - 1
+    ) -> Any:
+        """The lane's columns of a key and a slab as bf16, of NVFP4 2^-8 of their values."""
+        words = []
         if const_expr(kv_format == NVFP4_V41.id):
-            first = const_expr(E2M1_WORDS * piece)
-            found = ptx.load_shared_128(row_at + NVFP4_V41.data_bytes + self.half * 16)
-            for word in range_constexpr(4):
-                raw[first + word] = found[word] & mask
-            codes_at = row_at + self.half * (DIM // 2) + member * 8
-            for slab in range_constexpr(SLABS):
-                codes = ptx.load_shared_64(codes_at + slab * (SLAB // 2))
-                raw[first + 4 + 2 * slab], raw[first + 5 + 2 * slab] = codes
+            chosen = const_expr(0x1010 if slab % 2 == 0 else 0x3232)
+            factor = ptx.permute_bytes(scales[slab // 2], scales[slab // 2], chosen)
+            for codes in raw:
+                words += [ptx.multiply_bf16x2(pair, factor) for pair in convert.bf16_pairs_of_e2m1(codes)]
+        elif const_expr(len(raw) == 8):
+            # rotary columns: where nothing was loaded there may be NaN
+            mask = (skipped & 1) - 1
+            words = [word & mask for word in raw]
         else:
-            if const_expr(kv_format == MXFP8_V41.id):
-                # of the two bytes of each slab, that of the thread's half
-                low, high = ptx.load_shared_64(row_at + MXFP8_V41.data_bytes + self.half * 8)
-                exact[piece] = ptx.permute_bytes(low, high, 0x6420 + (member // 2) * 0x1111) & mask
-            else:
-                scale_at = self.raw.scale + (stage * FP8_KEYS + row) * FP8_DS_MLA.scale_bytes
-                exact[piece] = ptx.load_shared_s32(scale_at + self.half * 4)
-            # the fifth chunk is for the rotary columns of fp8_ds_mla
-            for chunk in (*((SLABS,) if PARTS[kv_format].rotary else ()), *range(SLABS)):
-                found = ptx.load_shared_128(row_at + self.half * DIM + member * 16 + chunk * SLAB)
-                for word in range_constexpr(4):
-                    raw[4 * (CHUNKS * piece + chunk) + word] = found[word]
+            byte = scales[slab // 4]
+            used = Int32(ONES) if is_large else byte
+            factor = ptx.bf16x2_of_ue8m0(used, slab % 4)
+            for codes in raw:
+                words += [ptx.multiply_bf16x2(ptx.bf16x2_of_two_codes(codes, pair), factor) for pair in range(2)]
+            if is_large:
+                one = (byte >> (slab % 4 * 8)) & 0xFF
+                power = Int32(LEAST_POWER) if one == 0 else one << 7
+                exact = (Int32(NAN) if one == 255 else power) * 0x00010001
+                words = [ptx.multiply_bf16x2(word, exact) for word in words]
+        return words
 
     @cute.jit
     def release(self, tile: Any) -> None:
         """The producer may overwrite what the warp has loaded."""
         cute.arch.sync_warp()
-        if self.thread % 32 == 0:
+        if self.softmax.lane == 0:
             for piece in range_constexpr(2):
                 cute.arch.mbarrier_arrive(self.bars.fp8.empty((2 * tile + piece) % FP8_STAGES))
+
+    # ---- softmax
+
+    @cute.jit
+    def give_p(
+        self,
+        scores: Any,
+        scale: Any,
+        shift: Any,
+        row_max: Any,
+        row_sum: Any,
+        flags: Any,
+        tile: Any,
+        logit: Any,
+        work_tile: Any,
+    ) -> tuple[Any, Any]:
+        """Store a tile's P, 2^shift of it, and what PV has to know, and of a work tile's last tile what its logits come
+        to. row_max, row_sum: of the warpgroup's tiles before. Returns them with this one."""
+        bars, softmax, config = self.bars, self.softmax, self.softmax.config
+        smem, lane, warp, own_heads = softmax.smem, softmax.lane, softmax.warp, softmax.config.own_heads
+        buffer, other = self.warpgroup, self.warpgroup ^ 1
+        round_ = tile // PING_PONG & 1
+        bars.p.wait_empty(buffer, round_)
+        largest = [ptx.max_f32(scores[swap_ab.index_of(j, 0)], scores[swap_ab.index_of(j, 1)]) * scale for j in own_heads]
+        # the tile before is the other warpgroup's
+        ptx.wait_mbarrier((bars.row_max + other).toint(), round_ ^ other)
+        known = config.load_of_heads(lane, self.own.row_max)
+        known = [Float32(NEG_MAX) if flags & FIRST != 0 else number for number in known]
+        growth = [largest[j] - known[j] for j in own_heads]
+        has_grown = Int32(1) if pairwise(growth, ptx.max_f32) > Float32(RESCALE_THRESHOLD) else Int32(0)
+        has_factors = ptx.any_of_group(softmax.barrier, 128, has_grown)
+        factors, maxima = [Float32(1.0) for _ in own_heads], [number + Float32(0.0) for number in known]
+        if has_factors != 0:
+            found = softmax.exchange_max(largest)
+            for j in range_constexpr(len(own_heads)):
+                moved = found[j] if found[j] - known[j] > Float32(RESCALE_THRESHOLD) else known[j]
+                # there is nothing before a work tile's first tile
+                is_new = known[j] == Float32(NEG_MAX)
+                factors[j] = Float32(1.0) if is_new else ptx.exp2(known[j] - moved)
+                maxima[j] = moved
+        if (warp == 0) & (lane < 4):
+            softmax.store_pairs(self.own.row_max, maxima)
+            softmax.store_pairs(smem.factor + buffer * (config.heads * 4), factors)
+        before = [Float32(0.0) for _ in own_heads]
+        if flags & (LAST | FIRST) == LAST:
+            # what the other warpgroup knows of the work tile
+            bars.p.wait_full(other, round_ ^ other)
+            before = self.load_sums(other)
+        barriers.arrive_warp(lane, bars.row_max + self.warpgroup)
+        for i in range_constexpr(cute.size(scores)):
+            scores[i] = ptx.exp2(ptx.fma_rn(scores[i], scale, shift - maxima[i // 4 * 2 + i % 2]))
+        unshift = ptx.exp2(-shift)
+        for j in range_constexpr(len(own_heads)):
+            own = row_sum[j] * ptx.exp2(row_max[j] - maxima[j])
+            tile_sum = (scores[swap_ab.index_of(j, 0)] + scores[swap_ab.index_of(j, 1)]) * unshift
+            row_sum[j] = own + tile_sum + before[j] * factors[j]
+            row_max[j] = maxima[j]
+        softmax.store_p(scores, smem.p + buffer * config.p_bytes)
+        if (warp == 0) & (lane == 0):
+            last = Int32(index_loader.LAST) if flags & LAST != 0 else Int32(0)
+            ptx.store_shared_64(smem.target + buffer * swap_ab.TARGET, last, has_factors)
+        if flags & LAST != 0:
+            softmax.gather(row_sum, row_max, row_max)
+            if softmax.thread < config.heads:
+                out_scale = softmax.store_lse(softmax.thread, work_tile, logit)
+                ptx.store_shared_f32(smem.out_scale + buffer * (config.heads * 4) + softmax.thread * 4, out_scale)
+        else:
+            self.store_sums(row_sum)
+        softmax.publish_p(buffer)
+        return row_max, row_sum
+
+    def sums_at(self, warpgroup: Any) -> Any:
+        """Address of the thread's sums as a warpgroup has them."""
+        heads = self.softmax.config.heads
+        first = self.softmax.smem.exchange + (warpgroup - self.warpgroup) * row_sum_bytes(heads)
+        return first + self.softmax.thread * heads
+
+    def load_sums(self, warpgroup: Any) -> list[Any]:
+        numbers: list[Any] = []
+        for i in range(self.softmax.config.heads // 8):
+            numbers += ptx.load_shared_f32x2(self.sums_at(warpgroup) + 8 * i)
+        return numbers
+
+    def store_sums(self, row_sum: Any) -> None:
+        words = [number.bitcast(Int32) for number in row_sum]
+        for i in range(len(words) // 2):
+            ptx.store_shared_64(self.sums_at(self.warpgroup), *words[2 * i : 2 * i + 2], offset=8 * i)
 
 
 # ---- kernel
@@ -364,19 +575,26 @@ class DecodeSwapAbKernel:
         q, tokens = args.q, length(args.q, 1)
         rows = length(q, 0) * tokens
         q_row = cutlass.select_(tokens == 1, stride_bytes(q, 0), stride_bytes(q, 1))
-        out_row = cutlass.select_(tokens == 1, stride_bytes(args.out, 1), stride_bytes(args.out, 2))
+        if const_expr(self.key.quantized):
+            places = None, None, None, args.output().quant
+        else:
+            out_row = cutlass.select_(tokens == 1, stride_bytes(args.out, 1), stride_bytes(args.out, 2))
+            places = address(args.out), out_row, stride_bytes(args.out, 3), None
         divisor = cute.fast_divmod_create_divisor_v2
+        qk = wgmma.make_mma_of_registers(BFloat16, self.key.heads)
+        qk_more = wgmma.make_mma_of_registers(BFloat16, self.key.heads)
+        *_, pv = self.shared.tiled_mmas()
         kernel = self.kernel(
             PrefillQuery(address(q), q_row, stride_bytes(q, 2), length(q, 2)),
             args.query(),
             args.sources(),
-            (address(args.out), out_row, stride_bytes(args.out, 3)),
+            places,
             logs_of(args.lse),
             args.sink,
             args.scale_log2,
             (divisor(tokens), divisor(Int32(1))),
             rows,
-            self.shared.tiled_mmas(),
+            (qk, qk_more, pv),
             self.shared.smem_layouts(),
         )
         kernel.launch(
@@ -393,7 +611,7 @@ class DecodeSwapAbKernel:
         q: PrefillQuery,
         query: Query,
         sources: KVSources,
-        rows_of_out: tuple[Any, Any, Any],
+        places: tuple[Any, Any, Any, Any],
         lse: Logs,
         sink: Int64,
         scale_log2: Float32,
@@ -406,7 +624,7 @@ class DecodeSwapAbKernel:
         ctas, _, _ = cute.arch.grid_dim()
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         config, allocator = self.config, SmemAllocator()
-        smem, raw = allocate(allocator, config)
+        smem, own_smem = allocate(allocator, config)
         bars = Bars.allocate(allocator)
         if thread == 0:
             bars.initialize()
@@ -418,42 +636,41 @@ class DecodeSwapAbKernel:
             wgmma.accumulate(one)
         kv_layout, q_layout, p_layout = layouts
         own, first = thread % wgmma.WARPGROUP, ptx.block_again()
+        lane, warp = own & 31, cute.arch.make_warp_uniform(own >> 5)
         scheduler = PrefillScheduler(first, rows, ctas, Int32(0))
         tokens, one_divisor = divisors
+        base, out_row, out_head, quant = places
+        out = PrefillOutput(base, out_row, out_head, None, RowLogs(lse, tokens), quant=quant)
         if group < PV:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            out = PrefillOutput(*rows_of_out, None, RowLogs(lse, tokens))
-            swap_ab.QkSoftmax(
+            softmax = swap_ab.QkSoftmax(
                 config=config,
                 bars=bars,
-                smem=smem,
+                smem=smem._replace(exchange=smem.exchange + group * row_sum_bytes(config.heads)),
                 scheduler=scheduler,
                 q=q,
                 out=out,
                 sink=sink,
                 scale_log2=scale_log2,
                 thread=own,
-                lane=own & 31,
-                warp=cute.arch.make_warp_uniform(own >> 5),
+                lane=lane,
+                warp=warp,
                 mma=mma[:2],
                 layouts=(kv_layout, q_layout),
-            ).run()
-        elif group < DEQUANT:
-            cute.arch.setmaxregister_increase(PV_REGISTERS)
-            out = PrefillOutput(*rows_of_out, None, RowLogs(lse, tokens))
-            lane, warp = own & 31, cute.arch.make_warp_uniform(own >> 5)
-            swap_ab.PvEpilogue(
-                config, bars, smem, scheduler, q, out, own, lane, warp, mma[2], (p_layout, kv_layout)
-            ).run()
+                barrier=SOFTMAX_BARRIER + group,
+            )
+            DequantQkSoftmax(self.key.formats, bars, own_smem, softmax, group).run()
         elif group < PRODUCER:
-            cute.arch.setmaxregister_decrease(DEQUANT_REGISTERS)
-            half = cute.arch.make_warp_uniform(group - DEQUANT)
-            HalfDequantizer(self.key.formats, bars, raw, smem.kv, smem.header, half, own).run()
+            cute.arch.setmaxregister_decrease(PV_REGISTERS)
+            queries = QueryCopies(config, bars, smem, scheduler, q, lane, warp)
+            swap_ab.PvEpilogue(
+                config, bars, smem, scheduler, q, out, own, lane, warp, mma[2], (p_layout, kv_layout), queries
+            ).run()
         else:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            cursor = raw.cursor + cute.arch.make_warp_uniform(own // 32) * CURSOR
+            cursor = own_smem.cursor + warp * CURSOR
             tiles = TileScheduler(first, rows, ctas, one_divisor, one_divisor, tokens, Int32(0))
-            Producer(self.key, bars, raw, Int32(0), tiles, query, sources, own, cursor).run()
+            Producer(self.key, bars, own_smem, Int32(0), tiles, query, sources, own, cursor).run()
         # no producer thread leaves before its last copies are there, which dequantizers wait for
         cute.arch.sync_threads()
 
@@ -466,8 +683,9 @@ class DecodeSwapAbKey(DecodeKernelKey):
     """What distinguishes one compiled kernel from another.
 
     heads              8 or 16: how many there are at most
-    second             how the extra list names its rows: "none" (there is none) or "listed" by slot
+    second             how the extra list names its rows: "none" (there is none), "listed" by slot, "dense" by page
     format0, format1   record formats of both caches
+    quantized          results are turned back and become e4m3 codes, see quant_output
     """
 
     kernel_name: ClassVar[str] = "sparse_mla.hopper.decode_swap_ab"
@@ -475,6 +693,7 @@ class DecodeSwapAbKey(DecodeKernelKey):
     second: str = "listed"
     format0: str = FP8_DS_MLA.id
     format1: str = NVFP4_V41.id
+    quantized: bool = False
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -492,11 +711,11 @@ class DecodeSwapAbKey(DecodeKernelKey):
     @property
     def name(self) -> str:
         kinds = "_".join(kv_format.split("_")[0] for kv_format in self.formats)
-        return f"sparse_mla_decode_swap_ab_h{self.heads}_{self.second}_{kinds}"
+        return f"sparse_mla_decode_swap_ab_h{self.heads}_{self.second}_{kinds}{'_quant' * self.quantized}"
 
     @property
     def config(self) -> swap_ab.SwapAbConfig:
-        return swap_ab.SwapAbConfig(self.name, self.heads, kv_stages=KV_STAGES, fences_kv=True)
+        return swap_ab.SwapAbConfig(self.name, self.heads, self.quantized, kv_stages=KV_STAGES, p_is_kv=True)
 
     @property
     def smem_bytes(self) -> int:
@@ -504,7 +723,9 @@ class DecodeSwapAbKey(DecodeKernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        return "wgmma", "bulk.load", "mbarrier", "stmatrix", "setmaxnreg", "griddepcontrol", "st.global.128"
+        stores = "cvt.e4m3" if self.quantized else "st.global.128"
+        return "wgmma", "bulk.load", "mbarrier", "stmatrix", "setmaxnreg", "griddepcontrol", stores
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return entry_point(DecodeSwapAbKernel(self).launch, fake_decode(False, self.format0, self.format1))
+        fakes = fake_decode(False, self.format0, self.format1, self.quantized)
+        return entry_point(DecodeSwapAbKernel(self).launch, fakes)

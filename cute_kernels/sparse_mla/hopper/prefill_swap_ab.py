@@ -119,14 +119,14 @@ class SwapAbConfig:
     heads       8 or 16: how many there are at most
     quantized   results become codes
     kv_stages   of the KV ring
-    fences_kv   whether threads store rows, and not asynchronous copies
+    p_is_kv     whether those who store a tile's P have stored its rows, too: P is all that PV waits for
     """
 
     op: str
     heads: int
     quantized: bool = False
     kv_stages: int = KV_STAGES
-    fences_kv: bool = False
+    p_is_kv: bool = False
 
     @property
     def name(self) -> str:
@@ -146,8 +146,15 @@ class SwapAbConfig:
 
     @property
     def own_heads(self) -> range:
-        """Of a thread of QK and softmax: 8 (j // 2) + 2 (lane % 4) + j % 2."""
+        """Of a thread of QK and softmax, and of PV: 8 (j // 2) + 2 (lane % 4) + j % 2."""
         return range(self.heads // 4)
+
+    def load_of_heads(self, lane: Any, address: Any) -> list[Any]:
+        """Of the fp32 numbers that heads have in shared memory, those of a thread's heads."""
+        numbers: list[Any] = []
+        for i in range(self.heads // 8):
+            numbers += ptx.load_shared_f32x2(address + (8 * i + (lane & 3) * 2) * 4)
+        return numbers
 
 
 # ---- shared memory
@@ -173,7 +180,6 @@ SWIZZLED = ("kv", "q", "p")
 def smem_parts(config: SwapAbConfig) -> dict[str, int]:
     """Bytes of everything in shared memory but the barriers, in order."""
     heads = config.heads
-    absmax = {"absmax": 4 * heads * QUARTERS * 4} if config.quantized else {}
     return {
         "kv": config.kv_stages * KV_STAGE_BYTES,
         "q": config.q_stages * config.q_bytes,
@@ -186,7 +192,7 @@ def smem_parts(config: SwapAbConfig) -> dict[str, int]:
         "target": P_STAGES * TARGET,
         "tile_max": 4 * heads * 4,
         "exchange": 4 * heads * EXCHANGED,
-    } | absmax
+    }
 
 
 def smem_bytes(config: SwapAbConfig) -> int:
@@ -198,7 +204,8 @@ class Smem(NamedTuple):
 
     kv          [12 stages][2 slabs][64 keys][64] bf16: K, and V
     q           [stages][8 slabs][heads][64] bf16
-    p           [2 stages][heads][64 keys] bf16
+    p           [2 stages][heads][64 keys] bf16; of a work tile's last tile then, where codes are stored,
+                [4 warps][heads][4 quarters] fp32: the largest of what a warp has of a head's results
     lists       [4] lists of the index loader
     header      [4] headers of tiles
     cursors     [8 producer warps] of the index loader
@@ -207,7 +214,6 @@ class Smem(NamedTuple):
     target      [2 stages] targets
     tile_max    [4 warps][heads] fp32: the largest of a tile's scores
     exchange    [4 warps][heads] what a warp tells
-    absmax      where codes are stored: [4 warps][heads][4 quarters] fp32, of what a warp has of a head's results
     """
 
     kv: Any
@@ -221,7 +227,6 @@ class Smem(NamedTuple):
     target: Any
     tile_max: Any
     exchange: Any
-    absmax: Any = None
 
     @classmethod
     def allocate(cls, allocator: SmemAllocator, config: SwapAbConfig) -> Smem:
@@ -358,6 +363,7 @@ class QkSoftmax:
 
     mma       K Q^T, the first step of a tile and the others
     layouts   of a stage of K and of the queries
+    barrier   number of the warpgroup's named barrier
     """
 
     config: SwapAbConfig
@@ -373,6 +379,7 @@ class QkSoftmax:
     warp: Any
     mma: tuple[Any, Any]
     layouts: tuple[Any, Any]
+    barrier: Any = SOFTMAX_BARRIER
 
     @cute.jit
     def run(self) -> None:
@@ -460,8 +467,6 @@ class QkSoftmax:
             stage, phase = barriers.advance(stage, phase, self.config.kv_stages)
         # no proxy fence for what cp.async has brought: other kernels that multiply such rows have none either, and
         # tests that repeat calls stand guard
-        if const_expr(self.config.fences_kv):
-            cute.arch.fence_view_async_shared()
         warpgroup.fence()
         steps = STAGE_COLUMNS // STEP
         for i in range_constexpr(QUARTERS * steps):
@@ -479,7 +484,7 @@ class QkSoftmax:
         for _ in range_constexpr(QUARTERS):
             missing = missing | (self.bars.kv.is_full(stage, phase) ^ 1)
             stage, phase = barriers.advance(stage, phase, self.config.kv_stages)
-        return ptx.any_of_group(SOFTMAX_BARRIER, 128, missing) != 0
+        return ptx.any_of_group(self.barrier, 128, missing) != 0
 
     @cute.jit
     def take_scores(self, s: Any, scores: Any, valid: Any) -> None:
@@ -500,11 +505,11 @@ class QkSoftmax:
     ) -> tuple[Any, Any, Any]:
         """Store a tile's P, and what PV has to know. Returns the work tile's maxima, largest logits and sums."""
         smem, own_heads = self.smem, self.config.own_heads
-        largest = [ptx.max_f32(scores[_index(j, 0)], scores[_index(j, 1)]) * scale for j in own_heads]
+        largest = [ptx.max_f32(scores[index_of(j, 0)], scores[index_of(j, 1)]) * scale for j in own_heads]
         max_logit = [ptx.max_f32(max_logit[j], largest[j]) for j in own_heads]
         growth = [largest[j] - row_max[j] for j in own_heads]
         has_grown = Int32(1) if pairwise(growth, ptx.max_f32) > Float32(RESCALE_THRESHOLD) else Int32(0)
-        has_factors = ptx.any_of_group(SOFTMAX_BARRIER, 128, has_grown)
+        has_factors = ptx.any_of_group(self.barrier, 128, has_grown)
         factors = [Float32(1.0) for _ in own_heads]
         if has_factors != 0:
             found = self.exchange_max(largest)
@@ -518,7 +523,7 @@ class QkSoftmax:
                 self.store_pairs(smem.factor + buffer * (self.config.heads * 4), factors)
         for i in range_constexpr(cute.size(scores)):
             scores[i] = ptx.exp2(ptx.fma_rn(scores[i], scale, -row_max[i // 4 * 2 + i % 2]))
-        row_sum = [row_sum[j] * factors[j] + (scores[_index(j, 0)] + scores[_index(j, 1)]) for j in own_heads]
+        row_sum = [row_sum[j] * factors[j] + (scores[index_of(j, 0)] + scores[index_of(j, 1)]) for j in own_heads]
         self.store_p(scores, smem.p + buffer * self.config.p_bytes)
         if (self.warp == 0) & (self.lane == 0):
             ptx.store_shared_64(smem.target + buffer * TARGET, flags, has_factors)
@@ -532,7 +537,7 @@ class QkSoftmax:
             cute.arch.mbarrier_arrive(self.bars.p.full(buffer))
 
     def sync(self) -> None:
-        cute.arch.barrier(barrier_id=SOFTMAX_BARRIER, number_of_threads=128)
+        cute.arch.barrier(barrier_id=self.barrier, number_of_threads=128)
 
     @cute.jit
     def copy_q_async(self, work_tile: Any, q_stage: Any) -> None:
@@ -620,7 +625,7 @@ class QkSoftmax:
         return out_scale_of(row_sum, row_max, logit, self.sink)
 
 
-def _index(head: int, half: int) -> int:
+def index_of(head: int, half: int) -> int:
     """Where the score is of one of the thread's heads and one of its two keys."""
     return head // 2 * 4 + half * 2 + head % 2
 
@@ -644,6 +649,7 @@ class PvEpilogue:
 
     pv        adds to what is there
     layouts   of a tile of P, and of a stage of V
+    queries   None, or what copies the queries of the CTA's work tiles by number (`copy_async`)
     """
 
     config: SwapAbConfig
@@ -657,6 +663,7 @@ class PvEpilogue:
     warp: Any
     pv: Any
     layouts: tuple[Any, Any]
+    queries: Any = None
 
     @cute.jit
     def run(self) -> None:
@@ -667,10 +674,16 @@ class PvEpilogue:
         shape = part.partition_shape_C((STAGE_COLUMNS, config.heads))
         o = [cute.make_rmem_tensor(shape, Float32) for _ in range(QUARTERS)]
 
-        tile = Int32(0)
+        tile, number = Int32(0), Int32(0)
         stage, phase = barriers.start()
         work_tile = scheduler.first
+        if const_expr(self.queries is not None):
+            self.queries.copy_async(number)
         while work_tile < scheduler.end:
+            number = number + 1
+            if const_expr(self.queries is not None and config.q_stages > 1):
+                # products with those that lay there are done: they were of the work tile before
+                self.queries.copy_async(number)
             angles = [(Int32(0),) * 4] * 2
             if const_expr(out.quant is not None):
                 # there is time: the first tile's P is not there yet. Of four pairs of the last quarter's columns
@@ -683,14 +696,19 @@ class PvEpilogue:
                 buffer = tile % P_STAGES
                 bars.p.wait_full(buffer, tile // P_STAGES & 1)
                 flags, has_factors = ptx.load_shared_64(smem.target + buffer * TARGET)
+                if const_expr(self.queries is not None and config.q_stages == 1):  # noqa: SIM102
+                    if flags & LAST != 0:
+                        # all products of this work tile's queries are done
+                        self.queries.copy_async(number)
                 if has_factors != 0:
-                    self.rescale(o, self.of_heads(smem.factor + buffer * (config.heads * 4)))
+                    self.rescale(o, self.config.load_of_heads(self.lane, smem.factor + buffer * (config.heads * 4)))
                 p = wgmma.uniform_tile(smem.p + buffer * config.p_bytes, p_layout, BFloat16)
                 p_parts = pv.make_fragment_B(part.partition_B(p))
                 stages, v_parts = [], []
                 for _ in range_constexpr(QUARTERS):
-                    # full since QK waited for it; this orders the reads behind what filled it
-                    bars.kv.wait_full(stage, phase)
+                    if const_expr(not config.p_is_kv):
+                        # full since QK waited for it; this orders the reads behind what filled it
+                        bars.kv.wait_full(stage, phase)
                     stages.append(stage)
                     rows = wgmma.uniform_tile(smem.kv + stage * KV_STAGE_BYTES, v_layout, BFloat16)
                     transposed = cute.composition(rows, cute.make_layout((STAGE_COLUMNS, KEYS), stride=(KEYS, 1)))
@@ -709,12 +727,12 @@ class PvEpilogue:
                 if flags & LAST == 0:
                     release(bars.p.empty(buffer), lane)
                 tile = tile + 1
-            out_scales = self.of_heads(smem.out_scale + buffer * (config.heads * 4))
+            out_scales = self.config.load_of_heads(self.lane, smem.out_scale + buffer * (config.heads * 4))
             if const_expr(out.scale is not None):
                 out_scales = [out_scale * out.scale for out_scale in out_scales]
             self.rescale(o, out_scales)
             if const_expr(out.quant is not None):
-                self.store_quantized(o, angles, work_tile)
+                self.store_quantized(o, angles, work_tile, smem.p + buffer * config.p_bytes)
             else:
                 target = out.base + Int64(work_tile) * out.row
                 for i in range_constexpr(QUARTERS):
@@ -725,13 +743,14 @@ class PvEpilogue:
             work_tile = work_tile + scheduler.step
 
     @cute.jit
-    def store_quantized(self, o: Any, angles: Any, work_tile: Any) -> None:
+    def store_quantized(self, o: Any, angles: Any, work_tile: Any, absmax: Any) -> None:
         """Store a work tile's results as codes. A quarter is the 128 columns of a scale; a thread has 8 neighbouring
-        ones of a head of every 8, those of tile lane % 4 // 2 of the quarter's two."""
-        heads, quant, smem, lane, warp = self.config.heads, self.out.quant, self.smem, self.lane, self.warp
-        # all warps have read what they told each other of the work tile before
+        ones of a head of every 8, those of tile lane % 4 // 2 of the quarter's two. absmax: where P was, see Smem
+        """
+        heads, quant, lane, warp = self.config.heads, self.out.quant, self.lane, self.warp
+        # all warps' products of P are done
         cute.arch.barrier(barrier_id=EPILOGUE_BARRIER, number_of_threads=128)
-        own_at = smem.absmax + (warp * heads + (lane >> 2)) * (QUARTERS * 4)
+        own_at = absmax + (warp * heads + (lane >> 2)) * (QUARTERS * 4)
         eights = []
         for group in range_constexpr(heads // 8):
             largest = []
@@ -751,7 +770,7 @@ class PvEpilogue:
             head = group * 8 + (lane >> 2)
             is_there = head < self.q.heads
             target = quant.codes_at(work_tile, head) + ((lane & 2) * 32 + warp * 16 + (lane & 1) * 8)
-            most_at = smem.absmax + head * (QUARTERS * 4)
+            most_at = absmax + head * (QUARTERS * 4)
             warps = [ptx.load_shared_128(most_at + other * (heads * QUARTERS * 4)) for other in range(4)]
             for i in range_constexpr(QUARTERS):
                 most = pairwise([four[i].bitcast(Float32) for four in warps], ptx.max_f32)
@@ -770,13 +789,6 @@ class PvEpilogue:
             pair = rotate_pair_back(values[2 * i], values[2 * i + 1], cos, sin)
             rotated += [pair[j] if is_rope else values[2 * i + j] for j in range(2)]
         return rotated
-
-    def of_heads(self, address: Any) -> list[Any]:
-        """The thread's of the fp32 numbers that heads have."""
-        numbers: list[Any] = []
-        for i in range(self.config.heads // 8):
-            numbers += ptx.load_shared_f32x2(address + (8 * i + (self.lane & 3) * 2) * 4)
-        return numbers
 
     @cute.jit
     def rescale(self, o: Any, factors: Any) -> None:
