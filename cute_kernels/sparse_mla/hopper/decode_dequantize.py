@@ -68,21 +68,31 @@ NAN_CODES, NAN_LOW, NAN_HIGH = 0x7F7F7F7F, 0x7FC0, 0x7FC00000
 
 
 @cute.jit
-def e2m1_factors(words: Any, member: Any) -> Any:
-    """Factors of the codes of four slabs of a row, whose scales these are, bf16, two in a word: 2^118 of the scales of
-    the thread's columns."""
+def e2m1_factors(words: Any, member: Any, masks: Any = None) -> Any:
+    """Factors of the codes of slabs, four of each four words, which are their scales: bf16, two in a word, 2^118 of the
+    scales of the thread's columns. masks: None, or of each four words what to keep of its scales"""
     # of each slab's four scales that of the thread's 16 columns
     chosen = 0x40 + member * 0x11
-    halves = [ptx.permute_bytes(words[i], words[i + 1], chosen) for i in (0, 2)]
-    codes = ptx.permute_bytes(halves[0], halves[1], 0x5410)
-    low, high = convert.bf16_pairs_of_e4m3([codes], [ptx.again(E4M3_TO_E2M1)] * 2)
-    nan = (codes & NAN_CODES) + 0x01010101
-    if nan & 0x80808080 != 0:
-        low = low | (Int32(NAN_LOW) if nan & 0x80 != 0 else Int32(0))
-        low = low | (Int32(NAN_HIGH) if nan & 0x8000 != 0 else Int32(0))
-        high = high | (Int32(NAN_LOW) if nan & 0x800000 != 0 else Int32(0))
-        high = high | (Int32(NAN_HIGH) if nan < 0 else Int32(0))
-    return low, high
+    factors, nans = [], []
+    for i in range_constexpr(0, len(words), 4):
+        halves = [ptx.permute_bytes(words[i + j], words[i + j + 1], chosen) for j in (0, 2)]
+        codes = ptx.permute_bytes(halves[0], halves[1], 0x5410)
+        if const_expr(masks is not None):
+            codes = codes & masks[i // 4]
+        factors += convert.bf16_pairs_of_e4m3([codes], [ptx.again(E4M3_TO_E2M1)] * 2)
+        nans.append((codes & NAN_CODES) + 0x01010101)
+    has_nan = nans[0]
+    for nan in nans[1:]:
+        has_nan = has_nan | nan
+    if has_nan & 0x80808080 != 0:
+        for i in range_constexpr(len(nans)):
+            nan, low, high = nans[i], factors[2 * i], factors[2 * i + 1]
+            low = low | (Int32(NAN_LOW) if nan & 0x80 != 0 else Int32(0))
+            low = low | (Int32(NAN_HIGH) if nan & 0x8000 != 0 else Int32(0))
+            high = high | (Int32(NAN_LOW) if nan & 0x800000 != 0 else Int32(0))
+            high = high | (Int32(NAN_HIGH) if nan < 0 else Int32(0))
+            factors[2 * i], factors[2 * i + 1] = low, high
+    return factors
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """sparse_mla_decode on Hopper for up to 16 heads, rows whole: keys on the tensor cores' long side, as in
-prefill_swap_ab.py, whose softmax and PV it shares, over records that are dequantized on their way.
+prefill_swap_ab.py, over records that are dequantized on their way.
 
 A CTA takes work tiles: a query row with all its heads. Its keys come in tiles of 64. Warpgroups:
 
     0, 1   dequantizer, QK and softmax, ping-pong   records -> bf16, S^T = K Q^T, softmax     DequantQkSoftmax
-    2      PV and epilogue                          copies Q, O^T += V^T P, out               prefill_swap_ab.PvEpilogue
+    2      PV and epilogue                          copies Q, O^T += V^T P, out               PvEpilogue
     3      producer                                 indices -> rows, their copies             decode.Producer
 
     indices  gmem --> producer (index, then page and row of each key of a tile)
     records  gmem --bulk copy--> raw ring [4 stages of 32 keys] --dequantizer--> K in registers --wgmma--> S^T
     scales   gmem --cp.async---> scale, same stages, of fp8_ds_mla  |                                      v softmax
     Q        gmem --cp.async--> q ---------------------------------------------------------wgmma--> S^T   p [2]
-                                                                    +--> KV ring [8 quarters of tiles] --wgmma--> O^T
+                                                                    +-----> KV ring [2 tiles] --------wgmma--> O^T
     out      gmem <---------------------------------------------------------------------------------------------+
 
     barrier   full                                      empty                        waits for full, for empty
     fp8       all bytes of 32 keys' records and the     dequantizer has loaded       dequantizer, producer
               tile's header are there                   them
-    kv        none: p's                                 PV is done with a quarter    -, dequantizer
+    kv        none: p's                                 PV is done with a tile       -, dequantizer
     p         a warpgroup has stored a tile's P, and    PV is done with it           PV, softmax
               before that its V
     q         a work tile's queries                     none: PV copies them         QK
     row_max   of each softmax warpgroup: the running maxima know of its tile         the other softmax warpgroup
 
-K goes to the tensor cores from the registers that it is dequantized in, so shared memory has it once, for PV. A lane has
-16 neighbouring columns of two keys of each slab: four of them are what a product of 16 columns takes of a lane, so Q
-lies in shared memory with its columns in that order (`QueryCopies`).
+K goes to the tensor cores from the registers that it is dequantized in, so shared memory has it once, for PV. Lane l of
+a warp has, with c = l % 4, columns 16 c ... 16 c + 15 of each slab of two keys, and a product of 16 columns takes four
+of them: 16 c + 4 k ... 16 c + 4 k + 3 is what it has of product k. So columns of a slab are in the order of products: of
+its 32 words (pairs of columns) number 8 c + i is word c of 16-byte chunk i, in Q, in K and V, and in the rows of O^T.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, convert, ptx, wgmma
 from cute_kernels.dsl.entry import entry_point
-from cute_kernels.dsl.reduce import pairwise
+from cute_kernels.dsl.reduce import over_quad, pairwise
 from cute_kernels.dsl.tensor import address, length, stride_bytes
-from cute_kernels.formats import FP8_DS_MLA, MXFP8_V41, NVFP4_V41
+from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair_back
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, MXFP8_V41, NVFP4_V41
+from cute_kernels.numerics import E4M3_MAX, OUTPUT_FLOOR
 from cute_kernels.sparse_mla.hopper import index_loader
 from cute_kernels.sparse_mla.hopper import prefill_swap_ab as swap_ab
 from cute_kernels.sparse_mla.hopper.decode import Producer
@@ -81,14 +84,16 @@ from cute_kernels.sparse_mla.params import (
     TileScheduler,
     logs_of,
 )
+from cute_kernels.sparse_mla.quant_output import HEAD_SCALES
 
 # ---- config
 
-TILE_STAGES = swap_ab.QUARTERS
-"""Of a tile in the KV ring."""
+SLABS = HEAD_DIM // SLAB
+SLAB_STEPS = SLAB // swap_ab.STEP
+TILE_BYTES = KEYS * HEAD_DIM * 2
 
-KV_STAGES = PING_PONG * TILE_STAGES
-"""Quarters of tiles: each softmax warpgroup has a tile of its own."""
+LARGE = 0x80808080
+"""Bits of scale bytes that make a scale 2 or more, too large for one product in bf16."""
 
 PITCH = FP8_DS_MLA.data_bytes
 """From row to row of a stage, but for the shortest records."""
@@ -114,8 +119,6 @@ SOFTMAX_BARRIER = 3
 SOFTMAX_REGISTERS, PV_REGISTERS, PRODUCER_REGISTERS = 168, 120, 56
 """Per thread, in steps of 8; all four warpgroups together have 512, what they are launched with."""
 
-SLABS = swap_ab.SLABS
-SLAB_STEPS = SLAB // swap_ab.STEP
 RELEASED = 2
 """Slabs that are dequantized before the one that is loaded last: until its words are there others are under way."""
 
@@ -142,10 +145,6 @@ class Own(NamedTuple):
     row_max: Any = 64
 
 
-UNUSED = ("lists", "header", "cursors", "exchange")
-"""Of prefill_swap_ab.py's: another producer's, and what is in row_sum."""
-
-
 def row_sum_bytes(heads: int) -> int:
     """A softmax warpgroup's running sums, [128 threads][heads / 4] fp32. At a work tile's end it has its exchange
     there."""
@@ -153,13 +152,15 @@ def row_sum_bytes(heads: int) -> int:
 
 
 def smem_parts(config: swap_ab.SwapAbConfig) -> dict[str, int]:
-    """Bytes of everything in shared memory but the barriers, in order."""
-    shared = {name: size for name, size in swap_ab.smem_parts(config).items() if name not in UNUSED}
-    row_sum = PING_PONG * row_sum_bytes(config.heads)
-    return shared | {"row_sum": row_sum} | {f"own_{name}": size for name, size in Own()._asdict().items()}
+    """Bytes of everything in shared memory but the barriers, in order. Of prefill_swap_ab.py's: what its producer does
+    not need; the KV ring has two whole tiles."""
+    unused = ("lists", "header", "cursors", "exchange")
+    shared = {name: size for name, size in swap_ab.smem_parts(config).items() if name not in unused}
+    shared |= {"kv": PING_PONG * TILE_BYTES, "row_sum": PING_PONG * row_sum_bytes(config.heads)}
+    return shared | {f"own_{name}": size for name, size in Own()._asdict().items()}
 
 
-BARRIERS = 2 * (KV_STAGES + swap_ab.P_STAGES + FP8_STAGES) + 2 * PING_PONG
+BARRIERS = 2 * (swap_ab.P_STAGES + FP8_STAGES) + 3 * PING_PONG
 
 
 def smem_bytes(config: swap_ab.SwapAbConfig) -> int:
@@ -180,28 +181,28 @@ def allocate(allocator: SmemAllocator, config: swap_ab.SwapAbConfig) -> tuple[sw
 
 @dataclass(frozen=True)
 class Bars:
-    """A CTA's mbarriers: the table at the head. q: of even and of odd work tiles, since a softmax warpgroup may see
-    every second one alone; row_max: of each softmax warpgroup."""
+    """A CTA's mbarriers: the table at the head. kv: empty, row_max: full, of each softmax warpgroup's tiles; q: of even
+    and of odd work tiles, since a softmax warpgroup may see every second one alone."""
 
     fp8: barriers.Ring
-    kv: barriers.Ring
     p: barriers.Ring
-    q: Any
+    kv: Any
     row_max: Any
+    q: Any
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Bars:
-        rings = (barriers.Ring.allocate(smem, stages) for stages in (FP8_STAGES, KV_STAGES, swap_ab.P_STAGES))
-        return cls(*rings, *(smem.allocate_array(Int64, PING_PONG) for _ in range(2)))
+        rings = (barriers.Ring.allocate(smem, stages) for stages in (FP8_STAGES, swap_ab.P_STAGES))
+        return cls(*rings, *(smem.allocate_array(Int64, PING_PONG) for _ in range(3)))
 
     def initialize(self) -> None:
         """By one thread; the CTA synchronizes afterwards."""
         # of each producer warp that has keys in it one thread, and the threads that have keys' scales
         self.fp8.initialize(2 + FP8_KEYS, 4)
-        self.kv.initialize(4, 4)
         self.p.initialize(4, 4)
+        for of_tiles in (self.kv, self.row_max):
+            barriers.initialize(of_tiles, PING_PONG, 4)
         barriers.initialize(self.q, PING_PONG, wgmma.WARPGROUP)
-        barriers.initialize(self.row_max, PING_PONG, 4)
         cute.arch.mbarrier_init_fence()
 
 
@@ -210,11 +211,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class QueryCopies:
-    """Copies of work tiles' queries, by the PV warpgroup: it knows when QK is done with those before.
-
-    Word i of the 32 of a slab's row becomes word i / 8 of its 16-byte chunk i % 8: then lane l of a warp has, with
-    c = l % 4, columns 16 c + 4 k ... 16 c + 4 k + 3 of the slab in product k, see the operands of wgmma.
-    """
+    """Copies of work tiles' queries, by the PV warpgroup: it knows when QK is done with those before."""
 
     config: swap_ab.SwapAbConfig
     bars: Bars
@@ -230,7 +227,7 @@ class QueryCopies:
         config, q, lane, scheduler = self.config, self.q, self.lane, self.scheduler
         work_tile = scheduler.first + number * scheduler.step
         if work_tile < scheduler.end:
-            stage = number % config.q_stages
+            stage = number & config.q_stages - 1
             source = q.base + Int64(work_tile) * q.row + lane * 4
             target = self.smem.q + stage * config.q_bytes + (lane >> 3) * 4
             for head in cutlass.range(config.heads, unroll=4):
@@ -243,7 +240,7 @@ class QueryCopies:
                     ptx.copy_async_or_zero(
                         to + slab * (config.heads * SLAB_ROW_BYTES), row + Int64(slab * SLAB_ROW_BYTES), 4, size
                     )
-            cute.arch.cp_async_mbarrier_arrive_noinc(self.bars.q + number % 2)
+            cute.arch.cp_async_mbarrier_arrive_noinc(self.bars.q + (number & 1))
 
 
 # ---- dequantization, QK and softmax
@@ -283,11 +280,11 @@ class DequantQkSoftmax:
         row_sum = [Float32(0.0) for _ in config.own_heads]
         # the CTA's work tile before the first one
         work_tile, number, q_at = scheduler.first - scheduler.step, Int32(-1), softmax.smem.q
-        tile, flags = self.warpgroup, Int32(0)
+        turn, flags = Int32(0), Int32(0)
         while flags & END == 0:
             for piece in range_constexpr(2):
-                bars.fp8.wait_full((2 * tile + piece) % FP8_STAGES, tile // PING_PONG & 1)
-            header_at = own.header + tile % HEADERS * HEADER
+                bars.fp8.wait_full(2 * self.warpgroup + piece, turn & 1)
+            header_at = own.header + (2 * turn + self.warpgroup & HEADERS - 1) * HEADER
             flags, found, _, _ = ptx.load_shared_128(header_at)
             skipped = ptx.load_shared_s32(header_at + 16 + warp * 4)
             if flags & END == 0:
@@ -297,8 +294,8 @@ class DequantQkSoftmax:
                     work_tile = found
                     for j in range_constexpr(len(config.own_heads)):
                         row_max[j], row_sum[j] = Float32(NEG_MAX), Float32(0.0)
-                    q_at = softmax.smem.q + number % config.q_stages * config.q_bytes
-                    ptx.wait_mbarrier((bars.q + number % 2).toint(), number // 2 & 1)
+                    q_at = softmax.smem.q + (number & config.q_stages - 1) * config.q_bytes
+                    ptx.wait_mbarrier((bars.q + (number & 1)).toint(), number >> 1 & 1)
                     # tensor cores read them
                     cute.arch.fence_view_async_shared()
                 logit = Int32(0)
@@ -310,56 +307,47 @@ class DequantQkSoftmax:
                 if const_expr(self.formats[0] != self.formats[1]):
                     is_extra = flags & EXTRA != 0
                 if is_extra:
-                    self.multiply(self.formats[1], s, k_parts, part, q_at, tile, skipped)
+                    self.multiply(self.formats[1], s, k_parts, part, q_at, turn, skipped)
                     if const_expr(self.formats[1] == NVFP4_V41.id):
                         tile_scale, shift = scale * Float32(2.0**E2M1_SHIFT), Float32(E2M1_SHIFT)
                 else:
-                    self.multiply(self.formats[0], s, k_parts, part, q_at, tile, skipped)
+                    self.multiply(self.formats[0], s, k_parts, part, q_at, turn, skipped)
                 valid = ~skipped
-                softmax.take_scores(s, scores, (valid & 0xFF, (valid >> 8) & 0xFF))
-                row_max, row_sum = self.give_p(scores, tile_scale, shift, row_max, row_sum, flags, tile, logit, work_tile)
-            tile = tile + PING_PONG
+                softmax.take_scores(s, scores, (valid & 0xFF, valid >> 8 & 0xFF))
+                row_max, row_sum = self.give_p(
+                    scores, tile_scale, shift, row_max, row_sum, flags, turn, logit, work_tile
+                )
+            turn = turn + 1
 
     # ---- dequantization and QK
 
     @cute.jit
     def multiply(
-        self,
-        kv_format: cutlass.Constexpr,
-        s: Any,
-        k_parts: Any,
-        part: Any,
-        q_at: Any,
-        tile: Any,
-        skipped: Any,
+        self, kv_format: cutlass.Constexpr, s: Any, k_parts: Any, part: Any, q_at: Any, turn: Any, skipped: Any
     ) -> None:
         """s = K Q^T of a tile, which the KV ring has then."""
-        softmax, bars, record = self.softmax, self.bars, const_expr(WHOLE[kv_format])
-        lane, warp = softmax.lane, softmax.warp
+        softmax, record = self.softmax, const_expr(WHOLE[kv_format])
+        lane, warp, warpgroup_number = softmax.lane, softmax.warp, self.warpgroup
         quad, member = lane >> 2, lane & 3
-        key = warp % 2 * WARP_KEYS + quad
-        stage = (2 * tile + warp // 2) % FP8_STAGES
-        row_at = self.own.fp8 + stage * STAGE_BYTES + key * record.pitch
-        scale_at = self.own.scale + (stage * FP8_KEYS + key) * FP8_DS_MLA.scale_bytes
-        raw, scales = [], []
-        for half in range_constexpr(2):
-            # of what is not there scales are 0, whatever there is in the stage
-            mask = (skipped >> (quad + 8 * half) & 1) - 1
-            half_at = row_at + half * 8 * record.pitch
-            scales.append(self.load_scales(kv_format, half_at, scale_at + half * 8 * FP8_DS_MLA.scale_bytes, member, mask))
-            raw.append([])
-        for slab in range_constexpr(SLABS):
-            for half in range_constexpr(2):
-                half_at = row_at + half * 8 * record.pitch
-                raw[half].append(self.load_codes(kv_format, half_at, slab, member))
-        for quarter in range_constexpr(TILE_STAGES):
-            bars.kv.wait_empty(self.warpgroup * TILE_STAGES + quarter, tile // PING_PONG & 1)
-        target = softmax.smem.kv + self.warpgroup * (TILE_STAGES * swap_ab.KV_STAGE_BYTES)
-        target = target + (warp * WARP_KEYS + quad) * SLAB_ROW_BYTES + ((2 * member ^ quad) << 4)
+        # stages, and keys of them, are next to each other
+        key = (2 * warpgroup_number + (warp >> 1)) * FP8_KEYS + (warp & 1) * WARP_KEYS + quad
+        stage_at = self.own.fp8 + (2 * warpgroup_number + (warp >> 1)) * STAGE_BYTES
+        row_at = stage_at + ((warp & 1) * WARP_KEYS + quad) * record.pitch
+        rows = [row_at + half * 8 * record.pitch for half in range(2)]
+        scales_at = [self.own.scale + (key + 8 * half) * FP8_DS_MLA.scale_bytes for half in range(2)]
+        words = [self.load_scales(kv_format, rows[half], scales_at[half]) for half in range(2)]
+        raw = [[self.load_codes(kv_format, rows[half], slab, member) for half in range(2)] for slab in range(SLABS)]
+        # of what is not there scales are 0, whatever there is in the stage
+        masks = [(skipped >> (quad + 8 * half) & 1) - 1 for half in range(2)]
+        scales = self.scales_of(kv_format, words, member, masks)
         is_large = False
         if const_expr(kv_format != NVFP4_V41.id):
-            used = [word for half in scales for word in half]
-            is_large = self.has_large(used)
+            is_large = cute.arch.vote_any_sync((scales[0] | scales[1] | scales[2] | scales[3]) & LARGE != 0)
+        ptx.wait_mbarrier((self.bars.kv + warpgroup_number).toint(), turn & 1 ^ 1)
+        # a lane's row of its matrix, of four: keys 0 to 7 and 8 to 15 of one chunk, and of the next one
+        matrix, row = lane >> 3, lane & 7
+        target = softmax.smem.kv + warpgroup_number * TILE_BYTES + (warp * WARP_KEYS + (matrix & 1) * 8 + row) * 128
+        target = target + ((matrix >> 1 ^ row) << 4)
         q_tile = wgmma.uniform_tile(ptx.again(q_at), softmax.layouts[1], BFloat16)
         q_parts = softmax.mma[0].make_fragment_B(part.partition_B(q_tile))
         for i in range_constexpr(SLABS):
@@ -370,14 +358,14 @@ class DequantQkSoftmax:
                 # of the products before the last ones: they have read these registers
                 warpgroup.wait_group(1)
             for half in range_constexpr(2):
-                words = self.dequantize(kv_format, raw[half][slab], scales[half], slab, is_large, skipped >> (quad + 8 * half))
-                for j in range_constexpr(2):
-                    at = (target ^ (16 * j)) + slab * SLAB_BYTES + half * 8 * SLAB_ROW_BYTES
-                    ptx.store_shared_128(at, words[4 * j : 4 * j + 4])
-                for j in range_constexpr(8):
-                    held[j // 2 * 4 + j % 2 * 2 + half] = words[j]
+                pairs = self.dequantize(kv_format, raw[slab][half], scales, half, slab, is_large, masks[half])
+                for j in range_constexpr(2 * SLAB_STEPS):
+                    held[2 * j + half] = pairs[j]
+            for step in range_constexpr(SLAB_STEPS):
+                at = (target ^ (32 * step)) + slab * SLAB_BYTES
+                ptx.store_matrices(at, [held[4 * step + j] for j in range(4)])
             if const_expr(i == RELEASED):
-                self.release(tile)
+                self.release()
             warpgroup.fence()
             for step in range_constexpr(SLAB_STEPS):
                 chosen = softmax.mma[0] if const_expr(i + step == 0) else softmax.mma[1]
@@ -385,28 +373,27 @@ class DequantQkSoftmax:
             warpgroup.commit_group()
         warpgroup.wait_group(0)
 
-    @cute.jit
-    def has_large(self, scales: Any) -> Any:
-        """Whether the warp has scales of 2 or more, too large for one product in bf16."""
-        all_bits = scales[0]
-        for word in scales[1:]:
-            all_bits = all_bits | word
-        return cute.arch.vote_any_sync(all_bits & 0x80808080 != 0)
-
-    def load_scales(self, kv_format: str, row_at: Any, scale_at: Any, member: Any, mask: Any) -> list[Any]:
-        """A scale byte for each slab of the lane's columns of a key; NVFP4's become factors, bf16, two in a word."""
+    def load_scales(self, kv_format: str, row_at: Any, scale_at: Any) -> list[Any]:
+        """A key's scale bytes."""
         if kv_format == FP8_DS_MLA.id:
-            low, high = ptx.load_shared_64(scale_at)
-            return [low, high & 0x00FFFFFF]
+            return [*ptx.load_shared_64(scale_at)]
+        first, words = row_at + WHOLE[kv_format].scales, WHOLE[kv_format].row - WHOLE[kv_format].scales
+        return [word for i in range(words // 16) for word in ptx.load_shared_128(first + 16 * i)]
+
+    def scales_of(self, kv_format: str, words: list[list[Any]], member: Any, masks: list[Any]) -> list[Any]:
+        """Of both keys' scale bytes a byte for each slab of the lane's columns; NVFP4's become factors, bf16, two in a
+        word. First those of one key."""
+        if kv_format == NVFP4_V41.id:
+            return e2m1_factors([*words[0], *words[1]], member, [masks[0]] * 2 + [masks[1]] * 2)
         if kv_format == MXFP8_V41.id:
-            words = ptx.load_shared_128(row_at + MXFP8_V41.data_bytes)
-            chosen = 0x6420 + (member // 2) * 0x1111
-            return [ptx.permute_bytes(words[i], words[i + 1], chosen) & mask for i in (0, 2)]
-        factors: list[Any] = []
-        for i in range(2):
-            words = ptx.load_shared_128(row_at + NVFP4_V41.data_bytes + 16 * i)
-            factors += e2m1_factors([word & mask for word in words], member)
-        return factors
+            chosen = 0x6420 + (member >> 1) * 0x1111
+            return [
+                ptx.permute_bytes(words[half][i], words[half][i + 1], chosen) & masks[half]
+                for half in range(2)
+                for i in (0, 2)
+            ]
+        # the last slab has none
+        return [word for low, high in words for word in (low, high & 0x00FFFFFF)]
 
     def load_codes(self, kv_format: str, row_at: Any, slab: int, member: Any) -> Any:
         """The lane's columns of a key and a slab, as the record has them."""
@@ -423,41 +410,41 @@ class DequantQkSoftmax:
         kv_format: cutlass.Constexpr,
         raw: Any,
         scales: Any,
+        half: cutlass.Constexpr,
         slab: cutlass.Constexpr,
         is_large: Any,
-        skipped: Any,
+        mask: Any,
     ) -> Any:
         """The lane's columns of a key and a slab as bf16, of NVFP4 2^-8 of their values."""
-        words = []
+        pairs = []
         if const_expr(kv_format == NVFP4_V41.id):
-            chosen = const_expr(0x1010 if slab % 2 == 0 else 0x3232)
-            factor = ptx.permute_bytes(scales[slab // 2], scales[slab // 2], chosen)
+            two = scales[4 * half + slab // 2]
+            factor = ptx.permute_bytes(two, two, const_expr(0x1010 if slab % 2 == 0 else 0x3232))
             for codes in raw:
-                words += [ptx.multiply_bf16x2(pair, factor) for pair in convert.bf16_pairs_of_e2m1(codes)]
+                pairs += [ptx.multiply_bf16x2(pair, factor) for pair in convert.bf16_pairs_of_e2m1(codes)]
         elif const_expr(len(raw) == 8):
             # rotary columns: where nothing was loaded there may be NaN
-            mask = (skipped & 1) - 1
-            words = [word & mask for word in raw]
+            pairs = [word & mask for word in raw]
         else:
-            byte = scales[slab // 4]
-            used = Int32(ONES) if is_large else byte
+            four = scales[2 * half + slab // 4]
+            used = Int32(ONES) if is_large else four
             factor = ptx.bf16x2_of_ue8m0(used, slab % 4)
             for codes in raw:
-                words += [ptx.multiply_bf16x2(ptx.bf16x2_of_two_codes(codes, pair), factor) for pair in range(2)]
+                pairs += [ptx.multiply_bf16x2(ptx.bf16x2_of_two_codes(codes, pair), factor) for pair in range(2)]
             if is_large:
-                one = (byte >> (slab % 4 * 8)) & 0xFF
-                power = Int32(LEAST_POWER) if one == 0 else one << 7
-                exact = (Int32(NAN) if one == 255 else power) * 0x00010001
-                words = [ptx.multiply_bf16x2(word, exact) for word in words]
-        return words
+                byte = (four >> (slab % 4 * 8)) & 0xFF
+                power = Int32(LEAST_POWER) if byte == 0 else byte << 7
+                exact = (Int32(NAN) if byte == 255 else power) * 0x00010001
+                pairs = [ptx.multiply_bf16x2(pair, exact) for pair in pairs]
+        return pairs
 
     @cute.jit
-    def release(self, tile: Any) -> None:
+    def release(self) -> None:
         """The producer may overwrite what the warp has loaded."""
         cute.arch.sync_warp()
         if self.softmax.lane == 0:
             for piece in range_constexpr(2):
-                cute.arch.mbarrier_arrive(self.bars.fp8.empty((2 * tile + piece) % FP8_STAGES))
+                cute.arch.mbarrier_arrive(self.bars.fp8.empty(2 * self.warpgroup + piece))
 
     # ---- softmax
 
@@ -470,7 +457,7 @@ class DequantQkSoftmax:
         row_max: Any,
         row_sum: Any,
         flags: Any,
-        tile: Any,
+        turn: Any,
         logit: Any,
         work_tile: Any,
     ) -> tuple[Any, Any]:
@@ -479,9 +466,10 @@ class DequantQkSoftmax:
         bars, softmax, config = self.bars, self.softmax, self.softmax.config
         smem, lane, warp, own_heads = softmax.smem, softmax.lane, softmax.warp, softmax.config.own_heads
         buffer, other = self.warpgroup, self.warpgroup ^ 1
-        round_ = tile // PING_PONG & 1
+        round_ = turn & 1
         bars.p.wait_empty(buffer, round_)
-        largest = [ptx.max_f32(scores[swap_ab.index_of(j, 0)], scores[swap_ab.index_of(j, 1)]) * scale for j in own_heads]
+        pairs = [[scores[swap_ab.index_of(j, half)] for half in range(2)] for j in own_heads]
+        largest = [ptx.max_f32(*pair) * scale for pair in pairs]
         # the tile before is the other warpgroup's
         ptx.wait_mbarrier((bars.row_max + other).toint(), round_ ^ other)
         known = config.load_of_heads(lane, self.own.row_max)
@@ -547,6 +535,147 @@ class DequantQkSoftmax:
             ptx.store_shared_64(self.sums_at(self.warpgroup), *words[2 * i : 2 * i + 2], offset=8 * i)
 
 
+# ---- PV and epilogue
+
+
+@dataclass(frozen=True)
+class PvEpilogue:
+    """The PV and epilogue warpgroup: O^T += V^T P, as in prefill_swap_ab.py.
+
+    A thread has of each slab rows r and r + 8 of 16 of its warp, r = lane // 4, of two or four heads; transposed, four
+    neighbouring columns of head r of every 8.
+
+    pv        adds to what is there
+    layouts   of a tile of P, and of one of V
+    """
+
+    config: swap_ab.SwapAbConfig
+    bars: Bars
+    smem: swap_ab.Smem
+    queries: QueryCopies
+    out: PrefillOutput
+    thread: Any
+    pv: Any
+    layouts: tuple[Any, Any]
+
+    @cute.jit
+    def run(self) -> None:
+        """Store results."""
+        config, bars, smem, queries, out, pv = self.config, self.bars, self.smem, self.queries, self.out, self.pv
+        scheduler, lane, (p_layout, v_layout) = queries.scheduler, queries.lane, self.layouts
+        part = pv.get_slice(self.thread)
+        o = cute.make_rmem_tensor(part.partition_shape_C((HEAD_DIM, config.heads)), Float32)
+        tile, number, work_tile = Int32(0), Int32(0), scheduler.first
+        queries.copy_async(number)
+        while work_tile < scheduler.end:
+            number = number + 1
+            if const_expr(config.q_stages > 1):
+                # where those of the work tile before were
+                queries.copy_async(number)
+            angles = [(Int32(0),) * 2] * 2
+            if const_expr(out.quant is not None):
+                # there is time: the first tile's P is not there yet
+                angles_at = out.quant.angles_at(work_tile) + ((lane & 3) * 8 + queries.warp * 2) * 4
+                angles = [ptx.load_global_64_again(angles_at + half * HALF_TABLE_BYTES) for half in range(2)]
+            o.fill(0.0)
+            flags, buffer = Int32(0), Int32(0)
+            while flags & index_loader.LAST == 0:
+                buffer = tile & 1
+                bars.p.wait_full(buffer, tile >> 1 & 1)
+                flags, has_factors = ptx.load_shared_64(smem.target + buffer * swap_ab.TARGET)
+                if const_expr(config.q_stages == 1):  # noqa: SIM102
+                    if flags & index_loader.LAST != 0:
+                        # all products of this work tile's queries are done
+                        queries.copy_async(number)
+                if has_factors != 0:
+                    config.rescale([o], config.load_of_heads(lane, smem.factor + buffer * (config.heads * 4)))
+                p = wgmma.uniform_tile(smem.p + buffer * config.p_bytes, p_layout, BFloat16)
+                v = wgmma.uniform_tile(smem.kv + buffer * TILE_BYTES, v_layout, BFloat16)
+                p_parts = pv.make_fragment_B(part.partition_B(p))
+                transposed = cute.composition(v, cute.make_layout((HEAD_DIM, KEYS), stride=(KEYS, 1)))
+                v_parts = pv.make_fragment_A(part.partition_A(transposed))
+                # of P and V stored in the ordinary way; where they are stored, it would wait for the stores
+                cute.arch.fence_view_async_shared()
+                warpgroup.fence()
+                for step in range_constexpr(KEYS // swap_ab.STEP):
+                    cute.gemm(pv, o, v_parts[None, None, step], p_parts[None, None, step], o)
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                barriers.arrive_warp(lane, bars.kv + buffer)
+                if flags & index_loader.LAST == 0:
+                    swap_ab.release(bars.p.empty(buffer), lane)
+                tile = tile + 1
+            config.rescale([o], config.load_of_heads(lane, smem.out_scale + buffer * (config.heads * 4)))
+            if const_expr(out.quant is not None):
+                self.store_quantized(o, angles, work_tile, smem.p + buffer * config.p_bytes)
+            else:
+                self.store(o, work_tile)
+            # its out_scale has been used
+            swap_ab.release(bars.p.empty(buffer), lane)
+            work_tile = work_tile + scheduler.step
+
+    def words(self, o: Any, slab: int, group: int) -> list[Any]:
+        """Four neighbouring columns of a slab, those from 16 (lane % 4) + 4 warp on, of the lane's head of a group of
+        8, as bf16."""
+        first = slab * (self.config.heads // 2) + 4 * group
+        return [ptx.transpose_matrix(ptx.bf16x2(o[i], o[i + 1])) for i in (first, first + 2)]
+
+    @cute.jit
+    def store(self, o: Any, work_tile: Any) -> None:
+        """Store a work tile's results."""
+        out, lane = self.out, self.queries.lane
+        target = out.base + Int64(work_tile) * out.row + (lane & 3) * 32 + self.queries.warp * 8
+        for group in range_constexpr(self.config.heads // 8):
+            head = group * 8 + (lane >> 2)
+            for slab in range_constexpr(SLABS):
+                low, high = self.words(o, slab, group)
+                ptx.store_global_64(
+                    target + Int64(head) * out.head + slab * SLAB_ROW_BYTES, low, high, head < self.queries.q.heads
+                )
+
+    @cute.jit
+    def store_quantized(self, o: Any, angles: Any, work_tile: Any, absmax: Any) -> None:
+        """Store a work tile's results as codes. Two slabs have a scale.
+
+        absmax   where P was: [4 warps][heads][4 scales] fp32, of what a warp has of a head's results
+        """
+        heads, quant, lane, warp = self.config.heads, self.out.quant, self.queries.lane, self.queries.warp
+        # all warps' products of P are done
+        cute.arch.barrier(barrier_id=swap_ab.EPILOGUE_BARRIER, number_of_threads=128)
+        own_at = absmax + (warp * heads + (lane >> 2)) * (HEAD_SCALES * 4)
+        eights = []
+        for group in range_constexpr(heads // 8):
+            largest = []
+            for i in range_constexpr(HEAD_SCALES):
+                values = convert.bf16_floats([*self.words(o, 2 * i, group), *self.words(o, 2 * i + 1, group)])
+                if const_expr(i == HEAD_SCALES - 1):
+                    cos, sin = ([word.bitcast(Float32) for word in words] for words in angles)
+                    for j in range_constexpr(2):
+                        values[4 + 2 * j : 6 + 2 * j] = rotate_pair_back(*values[4 + 2 * j : 6 + 2 * j], cos[j], sin[j])
+                most = Float32(0.0)
+                for value in values:
+                    most = ptx.max_f32(most, ptx.abs_f32(value))
+                largest.append(over_quad(most, ptx.max_f32).bitcast(Int32))
+                eights.append(values)
+            if lane & 3 == 0:
+                ptx.store_shared_128(own_at + group * (8 * HEAD_SCALES * 4), largest)
+        cute.arch.barrier(barrier_id=swap_ab.EPILOGUE_BARRIER, number_of_threads=128)
+        for group in range_constexpr(heads // 8):
+            head = group * 8 + (lane >> 2)
+            is_there = head < self.queries.q.heads
+            target = quant.codes_at(work_tile, head) + ((lane & 3) * 16 + warp * 4)
+            most_at = absmax + head * (HEAD_SCALES * 4)
+            warps = [ptx.load_shared_128(most_at + other * (heads * HEAD_SCALES * 4)) for other in range(4)]
+            for i in range_constexpr(HEAD_SCALES):
+                most = pairwise([four[i].bitcast(Float32) for four in warps], ptx.max_f32)
+                byte = convert.ue8m0_from_absmax(most, E4M3_MAX, OUTPUT_FLOOR)
+                quant.store_scale(byte, work_tile, head, i, lane & 3, is_there & (warp == i))
+                factor = convert.ue8m0_inverse(byte)
+                codes = convert.e4m3_words([value * factor for value in eights[group * HEAD_SCALES + i]])
+                for j in range_constexpr(2):
+                    ptx.store_global_s32(target + (2 * i + j) * SLAB, codes[j], is_there)
+
+
 # ---- kernel
 
 
@@ -584,6 +713,7 @@ class DecodeSwapAbKernel:
         qk = wgmma.make_mma_of_registers(BFloat16, self.key.heads)
         qk_more = wgmma.make_mma_of_registers(BFloat16, self.key.heads)
         *_, pv = self.shared.tiled_mmas()
+        _, *layouts = self.shared.smem_layouts()
         kernel = self.kernel(
             PrefillQuery(address(q), q_row, stride_bytes(q, 2), length(q, 2)),
             args.query(),
@@ -595,7 +725,7 @@ class DecodeSwapAbKernel:
             (divisor(tokens), divisor(Int32(1))),
             rows,
             (qk, qk_more, pv),
-            self.shared.smem_layouts(),
+            (wgmma.swizzled(BFloat16, KEYS, HEAD_DIM), *layouts),
         )
         kernel.launch(
             grid=[cutlass.min(args.ctas, rows), 1, 1],
@@ -634,7 +764,7 @@ class DecodeSwapAbKernel:
 
         for one in mma[1:]:
             wgmma.accumulate(one)
-        kv_layout, q_layout, p_layout = layouts
+        v_layout, q_layout, p_layout = layouts
         own, first = thread % wgmma.WARPGROUP, ptx.block_again()
         lane, warp = own & 31, cute.arch.make_warp_uniform(own >> 5)
         scheduler = PrefillScheduler(first, rows, ctas, Int32(0))
@@ -656,16 +786,14 @@ class DecodeSwapAbKernel:
                 lane=lane,
                 warp=warp,
                 mma=mma[:2],
-                layouts=(kv_layout, q_layout),
+                layouts=(None, q_layout),
                 barrier=SOFTMAX_BARRIER + group,
             )
             DequantQkSoftmax(self.key.formats, bars, own_smem, softmax, group).run()
         elif group < PRODUCER:
             cute.arch.setmaxregister_decrease(PV_REGISTERS)
             queries = QueryCopies(config, bars, smem, scheduler, q, lane, warp)
-            swap_ab.PvEpilogue(
-                config, bars, smem, scheduler, q, out, own, lane, warp, mma[2], (p_layout, kv_layout), queries
-            ).run()
+            PvEpilogue(config, bars, smem, queries, out, own, mma[2], (p_layout, v_layout)).run()
         else:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             cursor = own_smem.cursor + warp * CURSOR
@@ -715,7 +843,7 @@ class DecodeSwapAbKey(DecodeKernelKey):
 
     @property
     def config(self) -> swap_ab.SwapAbConfig:
-        return swap_ab.SwapAbConfig(self.name, self.heads, self.quantized, kv_stages=KV_STAGES, p_is_kv=True)
+        return swap_ab.SwapAbConfig(self.name, self.heads)
 
     @property
     def smem_bytes(self) -> int:
@@ -723,8 +851,8 @@ class DecodeSwapAbKey(DecodeKernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        stores = "cvt.e4m3" if self.quantized else "st.global.128"
-        return "wgmma", "bulk.load", "mbarrier", "stmatrix", "setmaxnreg", "griddepcontrol", stores
+        own = ("cvt.e4m3",) if self.quantized else ()
+        return "wgmma", "bulk.load", "mbarrier", "stmatrix", "setmaxnreg", "griddepcontrol", *own
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         fakes = fake_decode(False, self.format0, self.format1, self.quantized)

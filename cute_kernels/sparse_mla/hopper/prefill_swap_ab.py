@@ -118,15 +118,11 @@ class SwapAbConfig:
     op          name of the op
     heads       8 or 16: how many there are at most
     quantized   results become codes
-    kv_stages   of the KV ring
-    p_is_kv     whether those who store a tile's P have stored its rows, too: P is all that PV waits for
     """
 
     op: str
     heads: int
     quantized: bool = False
-    kv_stages: int = KV_STAGES
-    p_is_kv: bool = False
 
     @property
     def name(self) -> str:
@@ -146,7 +142,7 @@ class SwapAbConfig:
 
     @property
     def own_heads(self) -> range:
-        """Of a thread of QK and softmax, and of PV: 8 (j // 2) + 2 (lane % 4) + j % 2."""
+        """Of a thread: 8 (j // 2) + 2 (lane % 4) + j % 2."""
         return range(self.heads // 4)
 
     def load_of_heads(self, lane: Any, address: Any) -> list[Any]:
@@ -155,6 +151,12 @@ class SwapAbConfig:
         for i in range(self.heads // 8):
             numbers += ptx.load_shared_f32x2(address + (8 * i + (lane & 3) * 2) * 4)
         return numbers
+
+    def rescale(self, o: Any, factors: Any) -> None:
+        """Multiply each column of O^T with its head's factor. o: parts of whole times 64 rows"""
+        for part in o:
+            for i in range(cute.size(part)):
+                part[i] = part[i] * factors[i % (self.heads // 2) // 4 * 2 + i % 2]
 
 
 # ---- shared memory
@@ -180,8 +182,9 @@ SWIZZLED = ("kv", "q", "p")
 def smem_parts(config: SwapAbConfig) -> dict[str, int]:
     """Bytes of everything in shared memory but the barriers, in order."""
     heads = config.heads
+    absmax = {"absmax": 4 * heads * QUARTERS * 4} if config.quantized else {}
     return {
-        "kv": config.kv_stages * KV_STAGE_BYTES,
+        "kv": KV_STAGES * KV_STAGE_BYTES,
         "q": config.q_stages * config.q_bytes,
         "p": P_STAGES * config.p_bytes,
         "lists": LISTS * list_bytes(PRODUCER_WARPS),
@@ -192,7 +195,7 @@ def smem_parts(config: SwapAbConfig) -> dict[str, int]:
         "target": P_STAGES * TARGET,
         "tile_max": 4 * heads * 4,
         "exchange": 4 * heads * EXCHANGED,
-    }
+    } | absmax
 
 
 def smem_bytes(config: SwapAbConfig) -> int:
@@ -204,8 +207,7 @@ class Smem(NamedTuple):
 
     kv          [12 stages][2 slabs][64 keys][64] bf16: K, and V
     q           [stages][8 slabs][heads][64] bf16
-    p           [2 stages][heads][64 keys] bf16; of a work tile's last tile then, where codes are stored,
-                [4 warps][heads][4 quarters] fp32: the largest of what a warp has of a head's results
+    p           [2 stages][heads][64 keys] bf16
     lists       [4] lists of the index loader
     header      [4] headers of tiles
     cursors     [8 producer warps] of the index loader
@@ -214,6 +216,7 @@ class Smem(NamedTuple):
     target      [2 stages] targets
     tile_max    [4 warps][heads] fp32: the largest of a tile's scores
     exchange    [4 warps][heads] what a warp tells
+    absmax      where codes are stored: [4 warps][heads][4 quarters] fp32, of what a warp has of a head's results
     """
 
     kv: Any
@@ -227,6 +230,7 @@ class Smem(NamedTuple):
     target: Any
     tile_max: Any
     exchange: Any
+    absmax: Any = None
 
     @classmethod
     def allocate(cls, allocator: SmemAllocator, config: SwapAbConfig) -> Smem:
@@ -464,7 +468,7 @@ class QkSoftmax:
             bars.kv.wait_full(stage, phase)
             rows = wgmma.uniform_tile(smem.kv + stage * KV_STAGE_BYTES, layouts[0], BFloat16)
             k_parts.append(mma[0].make_fragment_A(part.partition_A(rows)))
-            stage, phase = barriers.advance(stage, phase, self.config.kv_stages)
+            stage, phase = barriers.advance(stage, phase, KV_STAGES)
         # no proxy fence for what cp.async has brought: other kernels that multiply such rows have none either, and
         # tests that repeat calls stand guard
         warpgroup.fence()
@@ -483,7 +487,7 @@ class QkSoftmax:
         missing = Int32(0)
         for _ in range_constexpr(QUARTERS):
             missing = missing | (self.bars.kv.is_full(stage, phase) ^ 1)
-            stage, phase = barriers.advance(stage, phase, self.config.kv_stages)
+            stage, phase = barriers.advance(stage, phase, KV_STAGES)
         return ptx.any_of_group(self.barrier, 128, missing) != 0
 
     @cute.jit
@@ -649,7 +653,6 @@ class PvEpilogue:
 
     pv        adds to what is there
     layouts   of a tile of P, and of a stage of V
-    queries   None, or what copies the queries of the CTA's work tiles by number (`copy_async`)
     """
 
     config: SwapAbConfig
@@ -663,7 +666,6 @@ class PvEpilogue:
     warp: Any
     pv: Any
     layouts: tuple[Any, Any]
-    queries: Any = None
 
     @cute.jit
     def run(self) -> None:
@@ -674,16 +676,10 @@ class PvEpilogue:
         shape = part.partition_shape_C((STAGE_COLUMNS, config.heads))
         o = [cute.make_rmem_tensor(shape, Float32) for _ in range(QUARTERS)]
 
-        tile, number = Int32(0), Int32(0)
+        tile = Int32(0)
         stage, phase = barriers.start()
         work_tile = scheduler.first
-        if const_expr(self.queries is not None):
-            self.queries.copy_async(number)
         while work_tile < scheduler.end:
-            number = number + 1
-            if const_expr(self.queries is not None and config.q_stages > 1):
-                # products with those that lay there are done: they were of the work tile before
-                self.queries.copy_async(number)
             angles = [(Int32(0),) * 4] * 2
             if const_expr(out.quant is not None):
                 # there is time: the first tile's P is not there yet. Of four pairs of the last quarter's columns
@@ -696,24 +692,19 @@ class PvEpilogue:
                 buffer = tile % P_STAGES
                 bars.p.wait_full(buffer, tile // P_STAGES & 1)
                 flags, has_factors = ptx.load_shared_64(smem.target + buffer * TARGET)
-                if const_expr(self.queries is not None and config.q_stages == 1):  # noqa: SIM102
-                    if flags & LAST != 0:
-                        # all products of this work tile's queries are done
-                        self.queries.copy_async(number)
                 if has_factors != 0:
-                    self.rescale(o, self.config.load_of_heads(self.lane, smem.factor + buffer * (config.heads * 4)))
+                    config.rescale(o, config.load_of_heads(lane, smem.factor + buffer * (config.heads * 4)))
                 p = wgmma.uniform_tile(smem.p + buffer * config.p_bytes, p_layout, BFloat16)
                 p_parts = pv.make_fragment_B(part.partition_B(p))
                 stages, v_parts = [], []
                 for _ in range_constexpr(QUARTERS):
-                    if const_expr(not config.p_is_kv):
-                        # full since QK waited for it; this orders the reads behind what filled it
-                        bars.kv.wait_full(stage, phase)
+                    # full since QK waited for it; this orders the reads behind what filled it
+                    bars.kv.wait_full(stage, phase)
                     stages.append(stage)
                     rows = wgmma.uniform_tile(smem.kv + stage * KV_STAGE_BYTES, v_layout, BFloat16)
                     transposed = cute.composition(rows, cute.make_layout((STAGE_COLUMNS, KEYS), stride=(KEYS, 1)))
                     v_parts.append(pv.make_fragment_A(part.partition_A(transposed)))
-                    stage, phase = barriers.advance(stage, phase, self.config.kv_stages)
+                    stage, phase = barriers.advance(stage, phase, KV_STAGES)
                 # of P stored in the ordinary way; where it is stored, it would wait for the stores
                 cute.arch.fence_view_async_shared()
                 warpgroup.fence()
@@ -727,12 +718,12 @@ class PvEpilogue:
                 if flags & LAST == 0:
                     release(bars.p.empty(buffer), lane)
                 tile = tile + 1
-            out_scales = self.config.load_of_heads(self.lane, smem.out_scale + buffer * (config.heads * 4))
+            out_scales = config.load_of_heads(lane, smem.out_scale + buffer * (config.heads * 4))
             if const_expr(out.scale is not None):
                 out_scales = [out_scale * out.scale for out_scale in out_scales]
-            self.rescale(o, out_scales)
+            config.rescale(o, out_scales)
             if const_expr(out.quant is not None):
-                self.store_quantized(o, angles, work_tile, smem.p + buffer * config.p_bytes)
+                self.store_quantized(o, angles, work_tile)
             else:
                 target = out.base + Int64(work_tile) * out.row
                 for i in range_constexpr(QUARTERS):
@@ -743,14 +734,13 @@ class PvEpilogue:
             work_tile = work_tile + scheduler.step
 
     @cute.jit
-    def store_quantized(self, o: Any, angles: Any, work_tile: Any, absmax: Any) -> None:
+    def store_quantized(self, o: Any, angles: Any, work_tile: Any) -> None:
         """Store a work tile's results as codes. A quarter is the 128 columns of a scale; a thread has 8 neighbouring
-        ones of a head of every 8, those of tile lane % 4 // 2 of the quarter's two. absmax: where P was, see Smem
-        """
-        heads, quant, lane, warp = self.config.heads, self.out.quant, self.lane, self.warp
-        # all warps' products of P are done
+        ones of a head of every 8, those of tile lane % 4 // 2 of the quarter's two."""
+        heads, quant, smem, lane, warp = self.config.heads, self.out.quant, self.smem, self.lane, self.warp
+        # all warps have read what they told each other of the work tile before
         cute.arch.barrier(barrier_id=EPILOGUE_BARRIER, number_of_threads=128)
-        own_at = absmax + (warp * heads + (lane >> 2)) * (QUARTERS * 4)
+        own_at = smem.absmax + (warp * heads + (lane >> 2)) * (QUARTERS * 4)
         eights = []
         for group in range_constexpr(heads // 8):
             largest = []
@@ -770,7 +760,7 @@ class PvEpilogue:
             head = group * 8 + (lane >> 2)
             is_there = head < self.q.heads
             target = quant.codes_at(work_tile, head) + ((lane & 2) * 32 + warp * 16 + (lane & 1) * 8)
-            most_at = absmax + head * (QUARTERS * 4)
+            most_at = smem.absmax + head * (QUARTERS * 4)
             warps = [ptx.load_shared_128(most_at + other * (heads * QUARTERS * 4)) for other in range(4)]
             for i in range_constexpr(QUARTERS):
                 most = pairwise([four[i].bitcast(Float32) for four in warps], ptx.max_f32)
@@ -790,13 +780,6 @@ class PvEpilogue:
             rotated += [pair[j] if is_rope else values[2 * i + j] for j in range(2)]
         return rotated
 
-    @cute.jit
-    def rescale(self, o: Any, factors: Any) -> None:
-        """Multiply each column of O^T with its head's factor."""
-        own = self.config.heads // 2
-        for quarter in o:
-            for i in range_constexpr(cute.size(quarter)):
-                quarter[i] = quarter[i] * factors[i % own // 4 * 2 + i % 2]
 
 
 # ---- kernel
