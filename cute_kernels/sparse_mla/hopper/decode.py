@@ -266,7 +266,7 @@ class Producer:
 
     @property
     def key(self) -> Any:  # the thread's, in a tile
-        return self.thread // 32 * WARP_KEYS + self.thread % WARP_KEYS
+        return (self.thread >> 5) * WARP_KEYS + (self.thread & WARP_KEYS - 1)
 
     @cute.jit
     def load_index(self) -> Any:
@@ -322,17 +322,18 @@ class Producer:
     def copy_tile_async(self, is_valid: Any, source: Any, header: Any, number: Any, is_first: Any) -> None:
         """Start to copy the cluster's tile of that number, once its stages are empty. is_first: of the first list"""
         warp = cute.arch.make_warp_uniform(self.thread // 32)
-        piece = 2 * number + warp // 2
-        stage, key = piece % FP8_STAGES, self.key % FP8_KEYS
+        # by bits, here and in `key`: signed quotients take more instructions, and every tile takes these
+        piece = 2 * number + (warp >> 1)
+        stage, key = piece & FP8_STAGES - 1, self.key & FP8_KEYS - 1
         full = self.bars.fp8.full(stage)
-        self.bars.fp8.wait_empty(stage, piece // FP8_STAGES & 1)
+        self.bars.fp8.wait_empty(stage, piece >> FP8_STAGES.bit_length() - 1 & 1)
         parts = self.config.parts
         row_bytes = parts[0].row_bytes(self.rank)
         if const_expr(self.config.has_two_formats):
             row_bytes = row_bytes if is_first else parts[1].row_bytes(self.rank)
         valid = cute.arch.vote_ballot_sync(is_valid) & (2**WARP_KEYS - 1)
         if self.thread % 32 == 0:
-            header_at = self.smem.header + number % HEADERS * HEADER
+            header_at = self.smem.header + (number & HEADERS - 1) * HEADER
             ptx.store_shared_s32(header_at + 16 + warp * 4, ~valid)
             if warp == 0:
                 ptx.store_shared_128(header_at, header)

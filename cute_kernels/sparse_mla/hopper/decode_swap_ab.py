@@ -2,7 +2,8 @@
 """sparse_mla_decode on Hopper for up to 16 heads, rows whole: keys on the tensor cores' long side, as in
 prefill_swap_ab.py, over records that are dequantized on their way.
 
-A CTA takes work tiles: a query row with all its heads. Its keys come in tiles of 64. Warpgroups:
+A CTA takes work tiles: a query row with all its heads; or a cluster of two or four takes a row, a split of its keys
+each, and each CTA adds up its share of the columns of O (`Combination`). Keys come in tiles of 64. Warpgroups:
 
     0, 1   dequantizer, QK and softmax, ping-pong   records -> bf16, S^T = K Q^T, softmax     DequantQkSoftmax
     2      PV and epilogue                          copies Q, O^T += V^T P, out               PvEpilogue
@@ -32,6 +33,7 @@ its 32 words (pairs of columns) number 8 c + i is word c of 16-byte chunk i, in 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -69,6 +71,7 @@ from cute_kernels.sparse_mla.hopper.decode_smem import (
     SLAB_BYTES,
     SLAB_ROW_BYTES,
     WARP_KEYS,
+    WORDS_BYTES,
     RecordPart,
 )
 from cute_kernels.sparse_mla.kernel_args import DecodeArgs, DecodeKernelKey, fake_decode
@@ -83,8 +86,8 @@ from cute_kernels.sparse_mla.params import (
     Query,
     TileScheduler,
     logs_of,
+    out_scale_of,
 )
-from cute_kernels.sparse_mla.quant_output import HEAD_SCALES
 
 # ---- config
 
@@ -116,7 +119,7 @@ THREADS = WARPGROUPS * 128
 SOFTMAX_BARRIER = 3
 """Of the first softmax warpgroup; the second one's comes next. 1 and 2 are prefill_swap_ab.py's."""
 
-SOFTMAX_REGISTERS, PV_REGISTERS, PRODUCER_REGISTERS = 168, 120, 56
+SOFTMAX_REGISTERS, PV_REGISTERS, PRODUCER_REGISTERS = 160, 136, 56
 """Per thread, in steps of 8; all four warpgroups together have 512, what they are launched with."""
 
 RELEASED = 2
@@ -136,6 +139,7 @@ class Own(NamedTuple):
     header    [8] headers of tiles, as decode.py has them
     cursor    [4 producer warps] where it is
     row_max   [16 heads] fp32: running maxima
+    known     [4 CTAs][16 heads] two fp32: of each CTA's split maximum and sum
     """
 
     fp8: Any = FP8_STAGES * STAGE_BYTES
@@ -143,6 +147,7 @@ class Own(NamedTuple):
     header: Any = HEADERS * HEADER
     cursor: Any = 4 * CURSOR
     row_max: Any = 64
+    known: Any = 512
 
 
 def row_sum_bytes(heads: int) -> int:
@@ -160,7 +165,7 @@ def smem_parts(config: swap_ab.SwapAbConfig) -> dict[str, int]:
     return shared | {f"own_{name}": size for name, size in Own()._asdict().items()}
 
 
-BARRIERS = 2 * (swap_ab.P_STAGES + FP8_STAGES) + 3 * PING_PONG
+BARRIERS = 2 * (swap_ab.P_STAGES + FP8_STAGES) + 4 * PING_PONG
 
 
 def smem_bytes(config: swap_ab.SwapAbConfig) -> int:
@@ -182,27 +187,30 @@ def allocate(allocator: SmemAllocator, config: swap_ab.SwapAbConfig) -> tuple[sw
 @dataclass(frozen=True)
 class Bars:
     """A CTA's mbarriers: the table at the head. kv: empty, row_max: full, of each softmax warpgroup's tiles; q: of even
-    and of odd work tiles, since a softmax warpgroup may see every second one alone."""
+    and of odd work tiles, since a softmax warpgroup may see every second one alone; combined: full, of what the other
+    CTAs of a row know of their splits, and of their parts of O."""
 
     fp8: barriers.Ring
     p: barriers.Ring
     kv: Any
     row_max: Any
     q: Any
+    combined: Any
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Bars:
         rings = (barriers.Ring.allocate(smem, stages) for stages in (FP8_STAGES, swap_ab.P_STAGES))
-        return cls(*rings, *(smem.allocate_array(Int64, PING_PONG) for _ in range(3)))
+        return cls(*rings, *(smem.allocate_array(Int64, PING_PONG) for _ in range(4)))
 
     def initialize(self) -> None:
-        """By one thread; the CTA synchronizes afterwards."""
+        """By one thread; the CTA, or the cluster, synchronizes afterwards."""
         # of each producer warp that has keys in it one thread, and the threads that have keys' scales
         self.fp8.initialize(2 + FP8_KEYS, 4)
         self.p.initialize(4, 4)
         for of_tiles in (self.kv, self.row_max):
             barriers.initialize(of_tiles, PING_PONG, 4)
         barriers.initialize(self.q, PING_PONG, wgmma.WARPGROUP)
+        barriers.initialize(self.combined, 2, 1)
         cute.arch.mbarrier_init_fence()
 
 
@@ -228,7 +236,7 @@ class QueryCopies:
         work_tile = scheduler.first + number * scheduler.step
         if work_tile < scheduler.end:
             stage = number & config.q_stages - 1
-            source = q.base + Int64(work_tile) * q.row + lane * 4
+            source = q.base + Int64(scheduler.row(work_tile)) * q.row + lane * 4
             target = self.smem.q + stage * config.q_bytes + (lane >> 3) * 4
             for head in cutlass.range(config.heads, unroll=4):
                 # nothing is read of heads that are not there
@@ -255,11 +263,13 @@ class DequantQkSoftmax:
     own, relative to the maxima that it knows of.
 
     formats   of both caches
+    ctas      of a row
     softmax   with what of the exchange is the warpgroup's
     mma       K Q^T with K in registers, the first step of a tile and the others
     """
 
     formats: tuple[str, str]
+    ctas: int
     bars: Bars
     own: Own
     softmax: swap_ab.QkSoftmax
@@ -299,7 +309,7 @@ class DequantQkSoftmax:
                     # tensor cores read them
                     cute.arch.fence_view_async_shared()
                 logit = Int32(0)
-                if softmax.sink != 0:
+                if softmax.sink != 0 and self.ctas == 1:
                     is_wanted = (flags & LAST != 0) & (softmax.thread < softmax.q.heads)
                     logit = ptx.load_global_s32_where(is_wanted, softmax.sink + Int64(softmax.thread) * 4)
                 tile_scale, shift = scale, Float32(0.0)
@@ -510,8 +520,13 @@ class DequantQkSoftmax:
         if flags & LAST != 0:
             softmax.gather(row_sum, row_max, row_max)
             if softmax.thread < config.heads:
-                out_scale = softmax.store_lse(softmax.thread, work_tile, logit)
-                ptx.store_shared_f32(smem.out_scale + buffer * (config.heads * 4) + softmax.thread * 4, out_scale)
+                if const_expr(self.ctas > 1):
+                    whole_sum, _, whole_max = softmax.gathered(softmax.thread)
+                    known_at = self.own.known + (ptx.rank_again() * config.heads + softmax.thread) * 8
+                    ptx.store_shared_64(known_at, whole_max.bitcast(Int32), whole_sum.bitcast(Int32))
+                else:
+                    out_scale = softmax.store_lse(softmax.thread, work_tile, logit)
+                    ptx.store_shared_f32(smem.out_scale + buffer * (config.heads * 4) + softmax.thread * 4, out_scale)
         else:
             self.store_sums(row_sum)
         softmax.publish_p(buffer)
@@ -539,6 +554,109 @@ class DequantQkSoftmax:
 
 
 @dataclass(frozen=True)
+class Combination:
+    """What the PV warpgroup does with O of a split of a row: CTA r of a row's `ctas` gets the r-th share of the slabs
+    of the others' O, each by its factor, where its KV ring was, and adds them up. A row is all that a CTA has then.
+
+    sink, out   see swap_ab.QkSoftmax
+    heads       how many there are
+    """
+
+    config: swap_ab.SwapAbConfig
+    ctas: int
+    bars: Bars
+    smem: swap_ab.Smem
+    own: Own
+    sink: Any
+    out: PrefillOutput
+    heads: Any
+    thread: Any
+    lane: Any
+    rank: Any
+
+    @property
+    def share(self) -> int:
+        """Slabs of a CTA."""
+        return SLABS // self.ctas
+
+    @property
+    def part_bytes(self) -> int:
+        """Of a share of the slabs."""
+        return self.share * self.config.heads // 8 * WORDS_BYTES
+
+    def expect(self) -> None:
+        """By one thread, before the cluster synchronizes."""
+        others = self.ctas - 1
+        for barrier, size in ((0, self.config.heads * 8), (1, self.part_bytes)):
+            cute.arch.mbarrier_arrive_and_expect_tx(self.bars.combined + barrier, others * size)
+
+    @cute.jit
+    def run(self, o: Any, row: Any) -> Any:
+        """The share's sum. Log-sum-exps of the row are stored."""
+        bars, rank, thread, heads = self.bars, self.rank, self.thread, self.config.heads
+        own_heads = [8 * (j // 2) + 2 * (self.lane & 3) + j % 2 for j in self.config.own_heads]
+        logits = [self.load_logit(head) for head in own_heads]
+        # all warps' products are done: when the others know of this split, they may write where V was
+        cute.arch.barrier(barrier_id=swap_ab.EPILOGUE_BARRIER, number_of_threads=128)
+        if thread < heads:
+            known_at = self.own.known + (rank * heads + thread) * 8
+            two = ptx.load_shared_64(known_at)
+            for other in range_constexpr(1, self.ctas):
+                barrier = ptx.map_shared(bars.combined.toint(), rank ^ other)
+                ptx.store_remote_64(ptx.map_shared(known_at, rank ^ other), two, barrier)
+        ptx.wait_mbarrier(bars.combined.toint(), Int32(0))
+        self.config.rescale([o], self.factors(own_heads, logits, row))
+        total = cute.make_rmem_tensor((self.share * heads // 2,), Float32)
+        for target in range_constexpr(self.ctas):
+            first = const_expr(target * self.share * (heads // 2))
+            if rank == target:
+                for i in range_constexpr(cute.size(total)):
+                    total[i] = o[first + i]
+            else:
+                barrier = ptx.map_shared((bars.combined + 1).toint(), target)
+                place = ptx.map_shared(self.smem.kv + rank * self.part_bytes + thread * 16, target)
+                for i in range_constexpr(cute.size(total) // 4):
+                    words = [o[first + 4 * i + j].bitcast(Int32) for j in range(4)]
+                    ptx.store_remote_128(place + i * WORDS_BYTES, words, barrier)
+        ptx.wait_mbarrier((bars.combined + 1).toint(), Int32(0))
+        for other in range_constexpr(1, self.ctas):
+            place = self.smem.kv + (rank ^ other) * self.part_bytes + thread * 16
+            for i in range_constexpr(cute.size(total) // 4):
+                words = ptx.load_shared_128(place + i * WORDS_BYTES)
+                for j in range_constexpr(4):
+                    total[4 * i + j] = total[4 * i + j] + words[j].bitcast(Float32)
+        return total
+
+    def load_logit(self, head: Any) -> Any:
+        """Bits of a head's sink, if it has one."""
+        return ptx.load_global_s32_where((self.sink != 0) & (head < self.heads), self.sink + Int64(head) * 4)
+
+    @cute.jit
+    def factors(self, own_heads: Any, logits: Any, row: Any) -> Any:
+        """What to multiply this CTA's O with, by the thread's heads."""
+        maxima, sums = [], []
+        for cta in range_constexpr(self.ctas):
+            at = self.own.known + cta * (self.config.heads * 8)
+            words = []
+            for i in range_constexpr(self.config.heads // 8):
+                words += ptx.load_shared_128(at + own_heads[2 * i] * 8)
+            maxima.append([word.bitcast(Float32) for word in words[::2]])
+            sums.append([word.bitcast(Float32) for word in words[1::2]])
+        factors = []
+        for j in range_constexpr(len(own_heads)):
+            row_max = pairwise([each[j] for each in maxima], ptx.max_f32)
+            weights = [ptx.exp2(each[j] - row_max) for each in maxima]
+            row_sum = pairwise([sums[cta][j] * weights[cta] for cta in range(self.ctas)], operator.add)
+            own_max = ptx.load_shared_f32(self.own.known + (self.rank * self.config.heads + own_heads[j]) * 8)
+            factors.append(out_scale_of(row_sum, row_max, logits[j], self.sink) * ptx.exp2(own_max - row_max))
+            lse = (row_max + ptx.log2(row_sum)) * Float32(ptx.LN_2)
+            lse = Float32(Float32.inf) if row_sum == Float32(0.0) else lse
+            is_told = (self.rank == 0) & (self.thread < 4) & (own_heads[j] < self.heads)
+            self.out.lse.store((row, own_heads[j]), lse, is_told)
+        return factors
+
+
+@dataclass(frozen=True)
 class PvEpilogue:
     """The PV and epilogue warpgroup: O^T += V^T P, as in prefill_swap_ab.py.
 
@@ -553,6 +671,7 @@ class PvEpilogue:
     bars: Bars
     smem: swap_ab.Smem
     queries: QueryCopies
+    combination: Combination
     out: PrefillOutput
     thread: Any
     pv: Any
@@ -572,10 +691,11 @@ class PvEpilogue:
             if const_expr(config.q_stages > 1):
                 # where those of the work tile before were
                 queries.copy_async(number)
+            row = scheduler.row(work_tile)
             angles = [(Int32(0),) * 2] * 2
             if const_expr(out.quant is not None):
                 # there is time: the first tile's P is not there yet
-                angles_at = out.quant.angles_at(work_tile) + ((lane & 3) * 8 + queries.warp * 2) * 4
+                angles_at = out.quant.angles_at(row) + ((lane & 3) * 8 + queries.warp * 2) * 4
                 angles = [ptx.load_global_64_again(angles_at + half * HALF_TABLE_BYTES) for half in range(2)]
             o.fill(0.0)
             flags, buffer = Int32(0), Int32(0)
@@ -605,11 +725,15 @@ class PvEpilogue:
                 if flags & index_loader.LAST == 0:
                     swap_ab.release(bars.p.empty(buffer), lane)
                 tile = tile + 1
-            config.rescale([o], config.load_of_heads(lane, smem.out_scale + buffer * (config.heads * 4)))
-            if const_expr(out.quant is not None):
-                self.store_quantized(o, angles, work_tile, smem.p + buffer * config.p_bytes)
+            total = o
+            if const_expr(self.combination.ctas > 1):
+                total = self.combination.run(o, row)
             else:
-                self.store(o, work_tile)
+                config.rescale([o], config.load_of_heads(lane, smem.out_scale + buffer * (config.heads * 4)))
+            if const_expr(out.quant is not None):
+                self.store_quantized(total, angles, row, smem.p + buffer * config.p_bytes)
+            else:
+                self.store(total, row)
             # its out_scale has been used
             swap_ab.release(bars.p.empty(buffer), lane)
             work_tile = work_tile + scheduler.step
@@ -620,60 +744,75 @@ class PvEpilogue:
         first = slab * (self.config.heads // 2) + 4 * group
         return [ptx.transpose_matrix(ptx.bf16x2(o[i], o[i + 1])) for i in (first, first + 2)]
 
-    @cute.jit
-    def store(self, o: Any, work_tile: Any) -> None:
-        """Store a work tile's results."""
-        out, lane = self.out, self.queries.lane
-        target = out.base + Int64(work_tile) * out.row + (lane & 3) * 32 + self.queries.warp * 8
-        for group in range_constexpr(self.config.heads // 8):
-            head = group * 8 + (lane >> 2)
-            for slab in range_constexpr(SLABS):
-                low, high = self.words(o, slab, group)
-                ptx.store_global_64(
-                    target + Int64(head) * out.head + slab * SLAB_ROW_BYTES, low, high, head < self.queries.q.heads
-                )
+    @property
+    def first_slab(self) -> Any:
+        """Of the CTA's share."""
+        return self.combination.rank * self.combination.share
 
     @cute.jit
-    def store_quantized(self, o: Any, angles: Any, work_tile: Any, absmax: Any) -> None:
-        """Store a work tile's results as codes. Two slabs have a scale.
+    def store(self, o: Any, row: Any) -> None:
+        """Store the CTA's share of a row's results."""
+        out, lane = self.out, self.queries.lane
+        target = out.base + Int64(row) * out.row + (self.first_slab * SLAB_ROW_BYTES + (lane & 3) * 32)
+        target = target + self.queries.warp * 8
+        for group in range_constexpr(self.config.heads // 8):
+            head = group * 8 + (lane >> 2)
+            head_at = target + Int64(head) * out.head
+            for slab in range_constexpr(self.combination.share):
+                low, high = self.words(o, slab, group)
+                ptx.store_global_64(head_at + slab * SLAB_ROW_BYTES, low, high, head < self.queries.q.heads)
+
+    @cute.jit
+    def store_quantized(self, o: Any, angles: Any, row: Any, absmax: Any) -> None:
+        """Store the CTA's share of a row's results as codes. Two slabs have a scale.
 
         absmax   where P was: [4 warps][heads][4 scales] fp32, of what a warp has of a head's results
         """
         heads, quant, lane, warp = self.config.heads, self.out.quant, self.queries.lane, self.queries.warp
+        scales, is_last = const_expr(self.combination.share // 2), self.combination.rank == self.combination.ctas - 1
         # all warps' products of P are done
         cute.arch.barrier(barrier_id=swap_ab.EPILOGUE_BARRIER, number_of_threads=128)
-        own_at = absmax + (warp * heads + (lane >> 2)) * (HEAD_SCALES * 4)
+        own_at = absmax + (warp * heads + (lane >> 2)) * 16
         eights = []
         for group in range_constexpr(heads // 8):
             largest = []
-            for i in range_constexpr(HEAD_SCALES):
+            for i in range_constexpr(scales):
                 values = convert.bf16_floats([*self.words(o, 2 * i, group), *self.words(o, 2 * i + 1, group)])
-                if const_expr(i == HEAD_SCALES - 1):
-                    cos, sin = ([word.bitcast(Float32) for word in words] for words in angles)
-                    for j in range_constexpr(2):
-                        values[4 + 2 * j : 6 + 2 * j] = rotate_pair_back(*values[4 + 2 * j : 6 + 2 * j], cos[j], sin[j])
+                if const_expr(i == scales - 1):
+                    values = self.rotate_back(values, angles, is_last)
                 most = Float32(0.0)
                 for value in values:
                     most = ptx.max_f32(most, ptx.abs_f32(value))
                 largest.append(over_quad(most, ptx.max_f32).bitcast(Int32))
                 eights.append(values)
             if lane & 3 == 0:
-                ptx.store_shared_128(own_at + group * (8 * HEAD_SCALES * 4), largest)
+                ptx.store_shared_128(own_at + group * (8 * 16), [*largest, *[Int32(0)] * (4 - scales)])
         cute.arch.barrier(barrier_id=swap_ab.EPILOGUE_BARRIER, number_of_threads=128)
         for group in range_constexpr(heads // 8):
             head = group * 8 + (lane >> 2)
             is_there = head < self.queries.q.heads
-            target = quant.codes_at(work_tile, head) + ((lane & 3) * 16 + warp * 4)
-            most_at = absmax + head * (HEAD_SCALES * 4)
-            warps = [ptx.load_shared_128(most_at + other * (heads * HEAD_SCALES * 4)) for other in range(4)]
-            for i in range_constexpr(HEAD_SCALES):
+            target = quant.codes_at(row, head) + (self.first_slab * SLAB + (lane & 3) * 16 + warp * 4)
+            warps = [ptx.load_shared_128(absmax + (other * heads + head) * 16) for other in range(4)]
+            for i in range_constexpr(scales):
                 most = pairwise([four[i].bitcast(Float32) for four in warps], ptx.max_f32)
                 byte = convert.ue8m0_from_absmax(most, E4M3_MAX, OUTPUT_FLOOR)
-                quant.store_scale(byte, work_tile, head, i, lane & 3, is_there & (warp == i))
+                chunk = self.combination.rank * scales + i
+                quant.store_scale(byte, row, head, chunk, lane & 3, is_there & (warp == i))
                 factor = convert.ue8m0_inverse(byte)
-                codes = convert.e4m3_words([value * factor for value in eights[group * HEAD_SCALES + i]])
+                codes = convert.e4m3_words([value * factor for value in eights[group * scales + i]])
                 for j in range_constexpr(2):
                     ptx.store_global_s32(target + (2 * i + j) * SLAB, codes[j], is_there)
+
+    @cute.jit
+    def rotate_back(self, values: Any, angles: Any, is_rope: Any) -> Any:
+        """Four columns each of two slabs, the second ones rotated back if they are rotary."""
+        rotated = values[:4]
+        for i in range_constexpr(2):
+            cos, sin = (words[i].bitcast(Float32) for words in angles)
+            first = const_expr(4 + 2 * i)
+            pair = rotate_pair_back(values[first], values[first + 1], cos, sin)
+            rotated += [pair[j] if is_rope else values[first + j] for j in range(2)]
+        return rotated
 
 
 # ---- kernel
@@ -722,17 +861,19 @@ class DecodeSwapAbKernel:
             logs_of(args.lse),
             args.sink,
             args.scale_log2,
-            (divisor(tokens), divisor(Int32(1))),
+            (divisor(tokens), divisor(Int32(self.key.ctas)), divisor(Int32(1))),
             rows,
             (qk, qk_more, pv),
             (wgmma.swizzled(BFloat16, KEYS, HEAD_DIM), *layouts),
         )
+        ctas = const_expr(self.key.ctas)
         kernel.launch(
-            grid=[cutlass.min(args.ctas, rows), 1, 1],
+            grid=[rows * ctas if const_expr(ctas > 1) else cutlass.min(args.ctas, rows), 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
             stream=args.stream,
             use_pdl=True,
+            **({"cluster": [ctas, 1, 1]} if ctas > 1 else {}),
         )
 
     @cute.kernel
@@ -745,7 +886,7 @@ class DecodeSwapAbKernel:
         lse: Logs,
         sink: Int64,
         scale_log2: Float32,
-        divisors: tuple[Any, Any],
+        divisors: tuple[Any, Any, Any],
         rows: Int32,
         mma: tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma],
         layouts: tuple[cute.ComposedLayout, cute.ComposedLayout, cute.ComposedLayout],
@@ -756,21 +897,31 @@ class DecodeSwapAbKernel:
         config, allocator = self.config, SmemAllocator()
         smem, own_smem = allocate(allocator, config)
         bars = Bars.allocate(allocator)
+        own, first = thread % wgmma.WARPGROUP, ptx.block_again()
+        lane, warp = own & 31, cute.arch.make_warp_uniform(own >> 5)
+        base, out_row, out_head, quant = places
+        tokens, splits, one_divisor = divisors
+        out = PrefillOutput(base, out_row, out_head, None, RowLogs(lse, tokens), quant=quant)
+        is_shared = const_expr(self.key.ctas > 1)
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if const_expr(is_shared) else 0
+        combination = Combination(config, self.key.ctas, bars, smem, own_smem, sink, out, q.heads, own, lane, rank)
         if thread == 0:
             bars.initialize()
-        cute.arch.sync_threads()
+            if const_expr(is_shared):
+                combination.expect()
+        if const_expr(is_shared):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
         for one in mma[1:]:
             wgmma.accumulate(one)
         v_layout, q_layout, p_layout = layouts
-        own, first = thread % wgmma.WARPGROUP, ptx.block_again()
-        lane, warp = own & 31, cute.arch.make_warp_uniform(own >> 5)
-        scheduler = PrefillScheduler(first, rows, ctas, Int32(0))
-        tokens, one_divisor = divisors
-        base, out_row, out_head, quant = places
-        out = PrefillOutput(base, out_row, out_head, None, RowLogs(lse, tokens), quant=quant)
+        work_tiles = rows * self.key.ctas
+        scheduler = PrefillScheduler(first, work_tiles, ctas, Int32(self.key.ctas.bit_length() - 1))
         if group < PV:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
             softmax = swap_ab.QkSoftmax(
@@ -789,15 +940,15 @@ class DecodeSwapAbKernel:
                 layouts=(None, q_layout),
                 barrier=SOFTMAX_BARRIER + group,
             )
-            DequantQkSoftmax(self.key.formats, bars, own_smem, softmax, group).run()
+            DequantQkSoftmax(self.key.formats, self.key.ctas, bars, own_smem, softmax, group).run()
         elif group < PRODUCER:
-            cute.arch.setmaxregister_decrease(PV_REGISTERS)
+            cute.arch.setmaxregister_increase(PV_REGISTERS)
             queries = QueryCopies(config, bars, smem, scheduler, q, lane, warp)
-            PvEpilogue(config, bars, smem, queries, out, own, mma[2], (p_layout, v_layout)).run()
+            PvEpilogue(config, bars, smem, queries, combination, out, own, mma[2], (p_layout, v_layout)).run()
         else:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             cursor = own_smem.cursor + warp * CURSOR
-            tiles = TileScheduler(first, rows, ctas, one_divisor, one_divisor, tokens, Int32(0))
+            tiles = TileScheduler(first, work_tiles, ctas, one_divisor, splits, tokens, Int32(0))
             Producer(self.key, bars, own_smem, Int32(0), tiles, query, sources, own, cursor).run()
         # no producer thread leaves before its last copies are there, which dequantizers wait for
         cute.arch.sync_threads()
@@ -814,6 +965,7 @@ class DecodeSwapAbKey(DecodeKernelKey):
     second             how the extra list names its rows: "none" (there is none), "listed" by slot, "dense" by page
     format0, format1   record formats of both caches
     quantized          results are turned back and become e4m3 codes, see quant_output
+    ctas               1, or 2 or 4 that share a row: the grid has room for all of them
     """
 
     kernel_name: ClassVar[str] = "sparse_mla.hopper.decode_swap_ab"
@@ -822,6 +974,7 @@ class DecodeSwapAbKey(DecodeKernelKey):
     format0: str = FP8_DS_MLA.id
     format1: str = NVFP4_V41.id
     quantized: bool = False
+    ctas: int = 1
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -839,7 +992,8 @@ class DecodeSwapAbKey(DecodeKernelKey):
     @property
     def name(self) -> str:
         kinds = "_".join(kv_format.split("_")[0] for kv_format in self.formats)
-        return f"sparse_mla_decode_swap_ab_h{self.heads}_{self.second}_{kinds}{'_quant' * self.quantized}"
+        more = "_quant" * self.quantized + f"_{self.ctas}ctas" * (self.ctas > 1)
+        return f"sparse_mla_decode_swap_ab_h{self.heads}_{self.second}_{kinds}{more}"
 
     @property
     def config(self) -> swap_ab.SwapAbConfig:
@@ -851,7 +1005,7 @@ class DecodeSwapAbKey(DecodeKernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        own = ("cvt.e4m3",) if self.quantized else ()
+        own = ("cvt.e4m3",) * self.quantized + ("st.async", "barrier.cluster") * (self.ctas > 1)
         return "wgmma", "bulk.load", "mbarrier", "stmatrix", "setmaxnreg", "griddepcontrol", *own
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:

@@ -614,19 +614,23 @@ class QkSoftmax:
     def store_lse(self, head: Any, work_tile: Any, logit: Any) -> Any:
         """Store what a head's logits come to. Returns what to multiply its row of O with."""
         q, out = self.q, self.out
-        known = []
-        for warp in range_constexpr(4):
-            words = ptx.load_shared_128(self.smem.exchange + (warp * self.config.heads + head) * EXCHANGED)
-            known.append([word.bitcast(Float32) for word in words])
-        row_sum = pairwise([one[0] for one in known], operator.add)
-        max_logit = pairwise([one[1] for one in known], ptx.max_f32)
-        row_max = known[0][2]
+        row_sum, max_logit, row_max = self.gathered(head)
         lse = (row_max + ptx.log2(row_sum)) * Float32(ptx.LN_2)
         lse = Float32(Float32.inf) if row_sum == Float32(0.0) else lse
         if const_expr(out.max_logits is not None):
             out.max_logits.store((work_tile, head), max_logit * Float32(ptx.LN_2), head < q.heads)
         out.lse.store((work_tile, head), lse, head < q.heads)
         return out_scale_of(row_sum, row_max, logit, self.sink)
+
+    def gathered(self, head: Any) -> tuple[Any, Any, Any]:
+        """row_sum, max_logit and row_max of a head, of which all warps have told."""
+        known = []
+        for warp in range(4):
+            words = ptx.load_shared_128(self.smem.exchange + (warp * self.config.heads + head) * EXCHANGED)
+            known.append([word.bitcast(Float32) for word in words])
+        row_sum = pairwise([one[0] for one in known], operator.add)
+        max_logit = pairwise([one[1] for one in known], ptx.max_f32)
+        return row_sum, max_logit, known[0][2]
 
 
 def index_of(head: int, half: int) -> int:
