@@ -337,14 +337,50 @@ class Producer:
             ptx.store_shared_s32(header_at + 16 + warp * 4, ~valid)
             if warp == 0:
                 ptx.store_shared_128(header_at, header)
-            cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(valid) * row_bytes)
-        if const_expr(self.config.has_two_formats):
+            if const_expr(parts[0].is_bulk):
+                cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(valid) * row_bytes)
+            else:
+                cute.arch.mbarrier_arrive(full)
+        if const_expr(not parts[0].is_bulk):
+            if const_expr(self.config.has_two_formats):
+                if is_first:
+                    self.copy_rows_async(parts[0], valid, is_valid, source, stage, full)
+                else:
+                    self.copy_rows_async(parts[1], valid, is_valid, source, stage, full)
+            else:
+                self.copy_rows_async(parts[0], valid, is_valid, source, stage, full)
+        elif const_expr(self.config.has_two_formats):
             if is_first:
                 self.copy_share_async(parts[0], is_valid, source, stage, key, row_bytes, full)
             else:
                 self.copy_share_async(parts[1], is_valid, source, stage, key, row_bytes, full)
         else:
             self.copy_share_async(parts[0], is_valid, source, stage, key, row_bytes, full)
+
+    @cute.jit
+    def copy_rows_async(
+        self, part: cutlass.Constexpr, valid: Any, is_valid: Any, source: Any, stage: Any, full: Any
+    ) -> None:
+        """Start to copy the rows of the warp's keys, eight lanes each, and their scales. valid: of the warp's keys"""
+        lane, first = self.thread & 31, self.thread & FP8_KEYS
+        low, high = ptx.halves(source)
+        target = self.smem.fp8 + stage * part.stage + (lane & 7) * 16
+        for group in range_constexpr(WARP_KEYS // 4):
+            owner = 4 * group + (lane >> 3)
+            row = ptx.pair(cute.arch.shuffle_sync(low, owner), cute.arch.shuffle_sync(high, owner)) + (lane & 7) * 16
+            is_there = valid >> owner & 1 != 0
+            to = target + ((first >> 1) + owner) * part.pitch
+            for i in range_constexpr(-(-part.columns // 128)):
+                is_whole = const_expr(part.columns >= 128 * (i + 1))
+                wanted = is_there if const_expr(is_whole) else is_there & ((lane & 7) * 16 < part.columns - 128 * i)
+                ptx.copy_async_128_once(to + i * 128, row + i * 128, wanted)
+        if const_expr(part.scale_bytes != 0):
+            if not self.has_row:
+                source = source if is_valid else self.sources.cache.base
+                size = const_expr(part.scale_bytes)
+                at = part.scales_at(self.smem, stage, self.key & FP8_KEYS - 1)
+                ptx.copy_async_or_zero(at, source, size, Int32(size) if is_valid else Int32(0))
+        cute.arch.cp_async_mbarrier_arrive_noinc(full)
 
     @cute.jit
     def copy_share_async(
