@@ -98,6 +98,12 @@ MOST_WHOLE_TILES = 4
 PREFILL_PAIR_ARCHS: tuple[str, ...] = ()
 """Where more than 64 heads take prefill_2cta: nowhere, until a GPU has run it."""
 
+ROW_CTAS = (4, 2)
+"""CTAs that share a row of decode_swap_ab where there is room for them."""
+
+MOST_SHARED_TILES = 0
+"""KV tiles of a row that decode_swap_ab takes with so few rows that there is room for more CTAs than can share one."""
+
 MOST_KEYS, MOST_COLUMNS, MOST_PAGE_BYTES = 2**29, 2**29, 2**31
 """Hopper's and Blackwell's paged kernels take calls with fewer than so many: entries and positions that a table has
 room for, of each cache; columns of a query row; bytes of a page."""
@@ -140,19 +146,28 @@ def decode_key(
     return PortableDecodeKey(arch, heads_of_group(heads), format0, extra, format1, out_fp32)
 
 
-def takes_swap_ab(call: DecodeCall) -> bool:
-    """Whether rows of a call go to decode_swap_ab, few ones aside: few heads over V4.1's own records, in one split
-    each; bf16 results, and rows of q and out equally far apart."""
+def swap_ab_ctas(call: DecodeCall) -> int:
+    """CTAs that share a row in decode_swap_ab, or 0 where it does not take a call: few heads, a whole row a launch, not
+    in splits of a fixed size; results bf16 or codes; rows of q, and of out, equally far apart. Few rows only where the
+    caller leaves the split to the op, see MOST_SHARED_TILES."""
     index = call.q.device.index
-    if call.q.shape[2] > MOST_NORMED_HEADS or not is_v41(call.formats) or arch_of(index) != HOPPER:
-        return False
-    if call.is_quantized or call.out.element_size() != 2 or call.split_tokens:
-        return False
+    if call.q.shape[2] > MOST_NORMED_HEADS or arch_of(index) != HOPPER or PLAIN_BF16.id in call.formats:
+        return 0
+    if call.split_tokens or call.num_splits > 1 or not (call.is_quantized or call.out.element_size() == 2):
+        return 0
     tokens = call.q.shape[1]
     is_even = all(
-        tokens == 1 or rows.shape[0] == 1 or rows.stride(0) == tokens * rows.stride(1) for rows in (call.q, call.out)
+        tokens == 1 or rows.shape[0] == 1 or rows.stride(0) == tokens * rows.stride(1)
+        for rows in ((call.q,) if call.is_quantized else (call.q, call.out))
     )
-    return is_even and call.splits(multiprocessors(index))[0] == 1
+    if not is_even:
+        return 0
+    if call.num_splits:
+        return 1
+    sms = multiprocessors(index)
+    ctas = next((ctas for ctas in ROW_CTAS if call.rows * ctas <= sms and call.max_tiles >= 2 * ctas), 1)
+    is_few = call.rows * 2 * ROW_CTAS[0] <= sms
+    return 0 if is_few and call.max_tiles > MOST_SHARED_TILES else ctas
 
 
 def is_v41(kv_formats: tuple[str, str]) -> bool:
@@ -204,9 +219,10 @@ def of_decode(call: DecodeCall, out_fp32: bool = False) -> DecodeKernelKey:
     heads, owns = call.q.shape[2], own_decode_kernels(arch, call.q.shape[2])
     if owns and why_not_own_decode(call):
         owns = ()
+    ctas = 0 if out_fp32 else swap_ab_ctas(call)
+    if ctas:
+        return DecodeSwapAbKey(arch, heads_of_group(heads), call.extra, *call.formats, ctas=ctas)
     is_few_rows = has_few_rows(call, multiprocessors(index))
-    if not out_fp32 and not is_few_rows and takes_swap_ab(call):
-        return DecodeSwapAbKey(arch, heads_of_group(heads), call.extra, *call.formats)
     own = next((own for own in owns if trust.is_trusted("sparse_mla_decode", own, index)), "")
     return decode_key(arch, heads, call.extra, out_fp32, *call.formats, is_few_rows, own)
 
@@ -268,6 +284,10 @@ def decode_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
         for (fp32, *variant), extra, few in itertools.product(variants, extras, (False, True)):
             keys[decode_variant(decode_key(arch, heads, extra, fp32, fmt, fmt, few), *variant)] = None
         keys |= dict.fromkeys(decode_variant(key, False, False, dealt=True) for key in tuple(keys))
+        if heads <= MOST_NORMED_HEADS:
+            kinds = itertools.product(extras, (False, True), (1, *ROW_CTAS))
+            whole = (DecodeSwapAbKey(arch, heads_of_group(heads), extra, fmt, fmt, *kind) for extra, *kind in kinds)
+            keys |= dict.fromkeys(whole)
     return [*keys, *combine.deployment_keys(config, tp, arch)]
 
 

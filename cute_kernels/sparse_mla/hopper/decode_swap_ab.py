@@ -1006,7 +1006,7 @@ class DecodeSwapAbKey(DecodeKernelKey):
     @property
     def instructions(self) -> tuple[str, ...]:
         own = ("cvt.e4m3",) * self.quantized + ("st.async", "barrier.cluster") * (self.ctas > 1)
-        return "wgmma", "bulk.load", "mbarrier", "stmatrix", "setmaxnreg", "griddepcontrol", *own
+        return "wgmma", "cp.async", "mbarrier", "stmatrix", "setmaxnreg", "griddepcontrol", *own
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         fakes = fake_decode(False, self.format0, self.format1, self.quantized)
