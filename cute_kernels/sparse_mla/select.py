@@ -83,6 +83,9 @@ SMALL_HEADS = (8, 16)
 MOST_NORMED_HEADS = SMALL_HEADS[-1]
 """No kernel for that many heads or fewer takes raw queries."""
 
+SWAP_AB_HEADS = (8, 16)
+"""Those of decode_swap_ab."""
+
 FEW_ROWS_HEADS = (8, 16)
 """Those of which Hopper's decode takes calls with few rows."""
 
@@ -151,7 +154,8 @@ def swap_ab_ctas(call: DecodeCall) -> int:
     in splits of a fixed size; results bf16 or codes; rows of q, and of out, equally far apart. Few rows only where the
     caller leaves the split to the op, see MOST_SHARED_TILES."""
     index = call.q.device.index
-    if call.q.shape[2] > MOST_NORMED_HEADS or arch_of(index) != HOPPER or PLAIN_BF16.id in call.formats:
+    heads = heads_of_group(call.q.shape[2])
+    if heads not in SWAP_AB_HEADS or arch_of(index) != HOPPER or PLAIN_BF16.id in call.formats:
         return 0
     if call.split_tokens or call.num_splits > 1 or not (call.is_quantized or call.out.element_size() == 2):
         return 0
@@ -285,9 +289,8 @@ def decode_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
             keys[decode_variant(decode_key(arch, heads, extra, fp32, fmt, fmt, few), *variant)] = None
         keys |= dict.fromkeys(decode_variant(key, False, False, dealt=True) for key in tuple(keys))
         if heads <= MOST_NORMED_HEADS:
-            kinds = itertools.product(extras, (False, True), (1, *ROW_CTAS))
-            whole = (DecodeSwapAbKey(arch, heads_of_group(heads), extra, fmt, fmt, *kind) for extra, *kind in kinds)
-            keys |= dict.fromkeys(whole)
+            for extra, quantized, ctas in itertools.product(extras, (False, True), (1, *ROW_CTAS)):
+                keys[DecodeSwapAbKey(arch, heads_of_group(heads), extra, fmt, fmt, quantized, ctas)] = None
     return [*keys, *combine.deployment_keys(config, tp, arch)]
 
 

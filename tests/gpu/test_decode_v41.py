@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ from cute_kernels.kv_cache.ops import (
     dequantize_and_gather_k_cache,
     fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert,
 )
+from cute_kernels.runtime import compile as compile_
+from cute_kernels.runtime.arch import multiprocessors
+from cute_kernels.sparse_mla import select
+from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
 from tests import oracle
 from tests.gpu.decode_cases import Pool, check, fill, int32, make, run
 from tests.gpu.decode_checks import BF16, FP8, MXFP8, NVFP4, same_bits
@@ -47,6 +52,23 @@ def test_decode(heads: int, first: str, second: str) -> None:
         check(make(b, s_q, **sizes, **both, lengths="bs", more_stride=528 * (b % 2), **splits))
     check(make(4, topk=0, extra_topk=130, **both))
     check(make(4, heads=heads, kv_format=MXFP8, lengths="b"))
+
+
+@pytest.mark.parametrize("ctas", [1, 2, 4])
+@pytest.mark.parametrize("heads", [8, 13])
+def test_ctas_share_a_row(heads: int, ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as have room for all rows, of every kind of lists: some have nothing."""
+    monkeypatch.setattr(select, "ROW_CTAS", (ctas,) if ctas > 1 else ())
+    monkeypatch.setattr(select, "MOST_SHARED_TILES", 1 << 20)
+    kinds = [(FP8, FP8, second) for second in ("none", "listed", "dense")]
+    kinds += [(first, second, "listed") for first, second in PAIRS[:3]]
+    for b, (first, extra, second) in itertools.product((1, multiprocessors(0) // ctas), kinds):
+        formats_: dict[str, Any] = {"kv_format": first, "extra_format": extra, "second": second}
+        with compile_.record_launches() as launches:
+            check(make(b, 1, heads, 500, extra_topk=200, extra_rows=8, lengths="bs", seed=b, **formats_))
+        (key, *_), *_ = launches
+        assert isinstance(key, DecodeSwapAbKey)
+        assert key.ctas == ctas
 
 
 @pytest.mark.parametrize("second", [NVFP4, MXFP8])

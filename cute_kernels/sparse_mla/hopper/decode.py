@@ -374,7 +374,7 @@ class Producer:
                 is_whole = const_expr(part.columns >= 128 * (i + 1))
                 wanted = is_there if const_expr(is_whole) else is_there & ((lane & 7) * 16 < part.columns - 128 * i)
                 ptx.copy_async_128_once(to + i * 128, row + i * 128, wanted)
-        if const_expr(part.scale_bytes != 0):
+        if const_expr(part.scale_bytes != 0):  # noqa: SIM102
             if not self.has_row:
                 source = source if is_valid else self.sources.cache.base
                 size = const_expr(part.scale_bytes)

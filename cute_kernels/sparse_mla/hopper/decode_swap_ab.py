@@ -27,8 +27,8 @@ each, and each CTA adds up its share of the columns of O (`Combination`). Keys c
 
 K goes to the tensor cores from the registers that it is dequantized in, so shared memory has it once, for PV. Lane l of
 a warp has, with c = l % 4, columns 16 c ... 16 c + 15 of each slab of two keys, and a product of 16 columns takes four
-of them: 16 c + 4 k ... 16 c + 4 k + 3 is what it has of product k. So columns of a slab are in the order of products: of
-its 32 words (pairs of columns) number 8 c + i is word c of 16-byte chunk i, in Q, in K and V, and in the rows of O^T.
+of them: 16 c + 4 k ... 16 c + 4 k + 3 is what it has of product k. So columns of a slab are in the order of products:
+of its 32 words (pairs of columns) number 8 c + i is word c of 16-byte chunk i, in Q, in V, and in the rows of O^T.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class DequantQkSoftmax:
     def run(self) -> None:
         """Give PV the V and P of every second tile."""
         bars, own, softmax = self.bars, self.own, self.softmax
-        config, scheduler, lane, warp = softmax.config, softmax.scheduler, softmax.lane, softmax.warp
+        config, scheduler, warp = softmax.config, softmax.scheduler, softmax.warp
         part = softmax.mma[0].get_slice(softmax.thread)
         shape = part.partition_shape_C((KEYS, config.heads))
         s, scores = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
@@ -387,8 +387,8 @@ class DequantQkSoftmax:
         """A key's scale bytes."""
         if kv_format == FP8_DS_MLA.id:
             return [*ptx.load_shared_64(scale_at)]
-        first, words = row_at + WHOLE[kv_format].scales, WHOLE[kv_format].row - WHOLE[kv_format].scales
-        return [word for i in range(words // 16) for word in ptx.load_shared_128(first + 16 * i)]
+        first = (MXFP8_V41 if kv_format == MXFP8_V41.id else NVFP4_V41).data_bytes
+        return [word for at in range(first, WHOLE[kv_format].row, 16) for word in ptx.load_shared_128(row_at + at)]
 
     def scales_of(self, kv_format: str, words: list[list[Any]], member: Any, masks: list[Any]) -> list[Any]:
         """Of both keys' scale bytes a byte for each slab of the lane's columns; NVFP4's become factors, bf16, two in a
@@ -622,9 +622,9 @@ class Combination:
         for other in range_constexpr(1, self.ctas):
             place = self.smem.kv + (rank ^ other) * self.part_bytes + thread * 16
             for i in range_constexpr(cute.size(total) // 4):
-                words = ptx.load_shared_128(place + i * WORDS_BYTES)
+                part = ptx.load_shared_128(place + i * WORDS_BYTES)
                 for j in range_constexpr(4):
-                    total[4 * i + j] = total[4 * i + j] + words[j].bitcast(Float32)
+                    total[4 * i + j] = total[4 * i + j] + part[j].bitcast(Float32)
         return total
 
     def load_logit(self, head: Any) -> Any:
@@ -637,9 +637,8 @@ class Combination:
         maxima, sums = [], []
         for cta in range_constexpr(self.ctas):
             at = self.own.known + cta * (self.config.heads * 8)
-            words = []
-            for i in range_constexpr(self.config.heads // 8):
-                words += ptx.load_shared_128(at + own_heads[2 * i] * 8)
+            pairs = [ptx.load_shared_128(at + own_heads[2 * i] * 8) for i in range(self.config.heads // 8)]
+            words = [word for pair in pairs for word in pair]
             maxima.append([word.bitcast(Float32) for word in words[::2]])
             sums.append([word.bitcast(Float32) for word in words[1::2]])
         factors = []

@@ -785,7 +785,6 @@ class PvEpilogue:
         return rotated
 
 
-
 # ---- kernel
 
 
