@@ -266,7 +266,7 @@ class Producer:
 
     @property
     def key(self) -> Any:  # the thread's, in a tile
-        return (self.thread >> 5) * WARP_KEYS + (self.thread & WARP_KEYS - 1)
+        return self.thread // 32 * WARP_KEYS + self.thread % WARP_KEYS
 
     @cute.jit
     def load_index(self) -> Any:
@@ -322,18 +322,17 @@ class Producer:
     def copy_tile_async(self, is_valid: Any, source: Any, header: Any, number: Any, is_first: Any) -> None:
         """Start to copy the cluster's tile of that number, once its stages are empty. is_first: of the first list"""
         warp = cute.arch.make_warp_uniform(self.thread // 32)
-        # by bits, here and in `key`: signed quotients take more instructions, and every tile takes these
-        piece = 2 * number + (warp >> 1)
-        stage, key = piece & FP8_STAGES - 1, self.key & FP8_KEYS - 1
+        piece = 2 * number + warp // 2
+        stage, key = piece % FP8_STAGES, self.key % FP8_KEYS
         full = self.bars.fp8.full(stage)
-        self.bars.fp8.wait_empty(stage, piece >> FP8_STAGES.bit_length() - 1 & 1)
+        self.bars.fp8.wait_empty(stage, piece // FP8_STAGES & 1)
         parts = self.config.parts
         row_bytes = parts[0].row_bytes(self.rank)
         if const_expr(self.config.has_two_formats):
             row_bytes = row_bytes if is_first else parts[1].row_bytes(self.rank)
         valid = cute.arch.vote_ballot_sync(is_valid) & (2**WARP_KEYS - 1)
         if self.thread % 32 == 0:
-            header_at = self.smem.header + (number & HEADERS - 1) * HEADER
+            header_at = self.smem.header + number % HEADERS * HEADER
             ptx.store_shared_s32(header_at + 16 + warp * 4, ~valid)
             if warp == 0:
                 ptx.store_shared_128(header_at, header)
@@ -341,51 +340,19 @@ class Producer:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(valid) * row_bytes)
             else:
                 cute.arch.mbarrier_arrive(full)
-        if const_expr(not parts[0].is_bulk):
-            if const_expr(self.config.has_two_formats):
-                if is_first:
-                    self.copy_rows_async(parts[0], valid, is_valid, source, stage, full)
-                else:
-                    self.copy_rows_async(parts[1], valid, is_valid, source, stage, full)
-            else:
-                self.copy_rows_async(parts[0], valid, is_valid, source, stage, full)
-        elif const_expr(self.config.has_two_formats):
+        if const_expr(self.config.has_two_formats):
             if is_first:
-                self.copy_share_async(parts[0], is_valid, source, stage, key, row_bytes, full)
+                self.copy_share_async(parts[0], valid, is_valid, source, stage, key, row_bytes, full)
             else:
-                self.copy_share_async(parts[1], is_valid, source, stage, key, row_bytes, full)
+                self.copy_share_async(parts[1], valid, is_valid, source, stage, key, row_bytes, full)
         else:
-            self.copy_share_async(parts[0], is_valid, source, stage, key, row_bytes, full)
-
-    @cute.jit
-    def copy_rows_async(
-        self, part: cutlass.Constexpr, valid: Any, is_valid: Any, source: Any, stage: Any, full: Any
-    ) -> None:
-        """Start to copy the rows of the warp's keys, eight lanes each, and their scales. valid: of the warp's keys"""
-        lane, first = self.thread & 31, self.thread & FP8_KEYS
-        low, high = ptx.halves(source)
-        target = self.smem.fp8 + stage * part.stage + (lane & 7) * 16
-        for group in range_constexpr(WARP_KEYS // 4):
-            owner = 4 * group + (lane >> 3)
-            row = ptx.pair(cute.arch.shuffle_sync(low, owner), cute.arch.shuffle_sync(high, owner)) + (lane & 7) * 16
-            is_there = valid >> owner & 1 != 0
-            to = target + ((first >> 1) + owner) * part.pitch
-            for i in range_constexpr(-(-part.columns // 128)):
-                is_whole = const_expr(part.columns >= 128 * (i + 1))
-                wanted = is_there if const_expr(is_whole) else is_there & ((lane & 7) * 16 < part.columns - 128 * i)
-                ptx.copy_async_128_once(to + i * 128, row + i * 128, wanted)
-        if const_expr(part.scale_bytes != 0):  # noqa: SIM102
-            if not self.has_row:
-                source = source if is_valid else self.sources.cache.base
-                size = const_expr(part.scale_bytes)
-                at = part.scales_at(self.smem, stage, self.key & FP8_KEYS - 1)
-                ptx.copy_async_or_zero(at, source, size, Int32(size) if is_valid else Int32(0))
-        cute.arch.cp_async_mbarrier_arrive_noinc(full)
+            self.copy_share_async(parts[0], valid, is_valid, source, stage, key, row_bytes, full)
 
     @cute.jit
     def copy_share_async(
         self,
         part: cutlass.Constexpr,
+        valid: Any,
         is_valid: Any,
         source: Any,
         stage: Any,
@@ -393,19 +360,40 @@ class Producer:
         row_bytes: Any,
         full: Any,
     ) -> None:
-        """Start to copy the thread's share of a key: its row or its scales."""
+        """Start to copy the thread's share of a key: its row or its scales. valid: bits of the warp's keys"""
+        if const_expr(not part.is_bulk):
+            self.copy_rows_async(part, valid, source, stage, key)
         if self.has_row:
-            if is_valid:
-                target = self.smem.fp8 + stage * part.stage + key * part.pitch
-                ptx.copy_bulk(target, source, row_bytes, full.toint())
-        elif const_expr(part.scale_bytes == 0):
-            cute.arch.mbarrier_arrive(full)
+            if const_expr(part.is_bulk):
+                if is_valid:
+                    target = self.smem.fp8 + stage * part.stage + key * part.pitch
+                    ptx.copy_bulk(target, source, row_bytes, full.toint())
+            else:
+                cute.arch.cp_async_mbarrier_arrive_noinc(full)
         else:
-            source = source if is_valid else self.sources.cache.base
-            size = const_expr(part.scale_bytes)
-            target = part.scales_at(self.smem, stage, key)
-            ptx.copy_async_or_zero(target, source, size, Int32(size) if is_valid else Int32(0))
+            if const_expr(part.scale_bytes != 0):
+                source = source if is_valid else self.sources.cache.base
+                size = const_expr(part.scale_bytes)
+                target = part.scales_at(self.smem, stage, key)
+                ptx.copy_async_or_zero(target, source, size, Int32(size) if is_valid else Int32(0))
             cute.arch.cp_async_mbarrier_arrive_noinc(full)
+
+    @cute.jit
+    def copy_rows_async(self, part: cutlass.Constexpr, valid: Any, source: Any, stage: Any, key: Any) -> None:
+        """Start to copy the rows of the warp's keys, each by eight lanes, 16 bytes a lane."""
+        lane = self.thread & 31
+        low, high = ptx.halves(source)
+        target = self.smem.fp8 + stage * part.stage + (key - (lane & WARP_KEYS - 1)) * part.pitch + (lane & 7) * 16
+        for group in range_constexpr(WARP_KEYS // 4):
+            # of whom the lane copies a part of the row
+            owner = 4 * group + (lane >> 3)
+            row = ptx.pair(cute.arch.shuffle_sync(low, owner), cute.arch.shuffle_sync(high, owner)) + (lane & 7) * 16
+            is_there = valid >> owner & 1 != 0
+            to = target + owner * part.pitch
+            for at in range_constexpr(0, part.columns, 128):
+                is_whole = const_expr(part.columns >= at + 128)
+                wanted = is_there if const_expr(is_whole) else is_there & ((lane & 7) * 16 < part.columns - at)
+                ptx.copy_async_128_once(to + at, row + at, wanted)
 
 
 # ---- MMA and softmax
