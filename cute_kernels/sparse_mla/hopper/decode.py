@@ -336,23 +336,19 @@ class Producer:
             ptx.store_shared_s32(header_at + 16 + warp * 4, ~valid)
             if warp == 0:
                 ptx.store_shared_128(header_at, header)
-            if const_expr(parts[0].is_bulk):
-                cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(valid) * row_bytes)
-            else:
-                cute.arch.mbarrier_arrive(full)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(valid) * row_bytes)
         if const_expr(self.config.has_two_formats):
             if is_first:
-                self.copy_share_async(parts[0], valid, is_valid, source, stage, key, row_bytes, full)
+                self.copy_share_async(parts[0], is_valid, source, stage, key, row_bytes, full)
             else:
-                self.copy_share_async(parts[1], valid, is_valid, source, stage, key, row_bytes, full)
+                self.copy_share_async(parts[1], is_valid, source, stage, key, row_bytes, full)
         else:
-            self.copy_share_async(parts[0], valid, is_valid, source, stage, key, row_bytes, full)
+            self.copy_share_async(parts[0], is_valid, source, stage, key, row_bytes, full)
 
     @cute.jit
     def copy_share_async(
         self,
         part: cutlass.Constexpr,
-        valid: Any,
         is_valid: Any,
         source: Any,
         stage: Any,
@@ -360,40 +356,19 @@ class Producer:
         row_bytes: Any,
         full: Any,
     ) -> None:
-        """Start to copy the thread's share of a key: its row or its scales. valid: bits of the warp's keys"""
-        if const_expr(not part.is_bulk):
-            self.copy_rows_async(part, valid, source, stage, key)
+        """Start to copy the thread's share of a key: its row or its scales."""
         if self.has_row:
-            if const_expr(part.is_bulk):
-                if is_valid:
-                    target = self.smem.fp8 + stage * part.stage + key * part.pitch
-                    ptx.copy_bulk(target, source, row_bytes, full.toint())
-            else:
-                cute.arch.cp_async_mbarrier_arrive_noinc(full)
+            if is_valid:
+                target = self.smem.fp8 + stage * part.stage + key * part.pitch
+                ptx.copy_bulk(target, source, row_bytes, full.toint())
+        elif const_expr(part.scale_bytes == 0):
+            cute.arch.mbarrier_arrive(full)
         else:
-            if const_expr(part.scale_bytes != 0):
-                source = source if is_valid else self.sources.cache.base
-                size = const_expr(part.scale_bytes)
-                target = part.scales_at(self.smem, stage, key)
-                ptx.copy_async_or_zero(target, source, size, Int32(size) if is_valid else Int32(0))
+            source = source if is_valid else self.sources.cache.base
+            size = const_expr(part.scale_bytes)
+            target = part.scales_at(self.smem, stage, key)
+            ptx.copy_async_or_zero(target, source, size, Int32(size) if is_valid else Int32(0))
             cute.arch.cp_async_mbarrier_arrive_noinc(full)
-
-    @cute.jit
-    def copy_rows_async(self, part: cutlass.Constexpr, valid: Any, source: Any, stage: Any, key: Any) -> None:
-        """Start to copy the rows of the warp's keys, each by eight lanes, 16 bytes a lane."""
-        lane = self.thread & 31
-        low, high = ptx.halves(source)
-        target = self.smem.fp8 + stage * part.stage + (key - (lane & WARP_KEYS - 1)) * part.pitch + (lane & 7) * 16
-        for group in range_constexpr(WARP_KEYS // 4):
-            # of whom the lane copies a part of the row
-            owner = 4 * group + (lane >> 3)
-            row = ptx.pair(cute.arch.shuffle_sync(low, owner), cute.arch.shuffle_sync(high, owner)) + (lane & 7) * 16
-            is_there = valid >> owner & 1 != 0
-            to = target + owner * part.pitch
-            for at in range_constexpr(0, part.columns, 128):
-                is_whole = const_expr(part.columns >= at + 128)
-                wanted = is_there if const_expr(is_whole) else is_there & ((lane & 7) * 16 < part.columns - at)
-                ptx.copy_async_128_once(to + at, row + at, wanted)
 
 
 # ---- MMA and softmax

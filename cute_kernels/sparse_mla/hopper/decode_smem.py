@@ -188,7 +188,6 @@ class RecordPart:
     scale_bytes  of its scales; 0: they come with the columns
     pitch        from row to row in a stage of the ring, which keeps banks apart
     stage        of such a stage
-    is_bulk      rows are copied by bulk copies, not 16 bytes a lane
     """
 
     row: int
@@ -199,7 +198,6 @@ class RecordPart:
     scale_bytes: int
     pitch: int
     stage: int = FP8_STAGE_BYTES
-    is_bulk: bool = True
 
     def offsets(self, inside: Any, rows: Any, rank: Any) -> tuple[Any, Any]:
         """Where a CTA's columns and scales are of the record of number `inside` in a page of so many rows."""

@@ -105,10 +105,10 @@ STAGE_BYTES = FP8_KEYS * PITCH
 
 WHOLE = {
     FP8_DS_MLA.id: RecordPart(
-        PITCH, PITCH, 0, None, FP8_DS_MLA.scale_bytes, FP8_DS_MLA.scale_bytes, PITCH, STAGE_BYTES, False
+        PITCH, PITCH, 0, None, FP8_DS_MLA.scale_bytes, FP8_DS_MLA.scale_bytes, PITCH, STAGE_BYTES
     ),
-    MXFP8_V41.id: RecordPart(528, 528, 0, MXFP8_V41.data_bytes, 528, 0, PITCH, STAGE_BYTES, False),
-    NVFP4_V41.id: RecordPart(288, 288, 0, NVFP4_V41.data_bytes, 288, 0, 288, STAGE_BYTES, False),
+    MXFP8_V41.id: RecordPart(528, 528, 0, MXFP8_V41.data_bytes, 528, 0, PITCH, STAGE_BYTES),
+    NVFP4_V41.id: RecordPart(288, 288, 0, NVFP4_V41.data_bytes, 288, 0, 288, STAGE_BYTES),
 }
 """Records by format, as a CTA has the whole of them. Loads of rows meet in no bank: of PITCH, 16 bytes of two rows at a
 time; of 288 bytes, 8 of four."""
@@ -204,8 +204,8 @@ class Bars:
 
     def initialize(self) -> None:
         """By one thread; the CTA, or the cluster, synchronizes afterwards."""
-        # of each producer warp that has keys in it all threads, and one for what they store
-        self.fp8.initialize(2 * (32 + 1), 4)
+        # of each producer warp that has keys in it one thread, and the threads that have keys' scales
+        self.fp8.initialize(2 + FP8_KEYS, 4)
         self.p.initialize(4, 4)
         for of_tiles in (self.kv, self.row_max):
             barriers.initialize(of_tiles, PING_PONG, 4)
@@ -1005,7 +1005,7 @@ class DecodeSwapAbKey(DecodeKernelKey):
     @property
     def instructions(self) -> tuple[str, ...]:
         own = ("cvt.e4m3",) * self.quantized + ("st.async", "barrier.cluster") * (self.ctas > 1)
-        return "wgmma", "cp.async", "mbarrier", "stmatrix", "setmaxnreg", "griddepcontrol", *own
+        return "wgmma", "bulk.load", "mbarrier", "stmatrix", "setmaxnreg", "griddepcontrol", *own
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         fakes = fake_decode(False, self.format0, self.format1, self.quantized)
