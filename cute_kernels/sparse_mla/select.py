@@ -101,11 +101,9 @@ MOST_WHOLE_TILES = 4
 PREFILL_PAIR_ARCHS: tuple[str, ...] = ()
 """Where more than 64 heads take prefill_2cta: nowhere, until a GPU has run it."""
 
-ROW_CTAS = (4, 2)
-"""CTAs that share a row of decode_swap_ab where there is room for them."""
-
-MOST_SHARED_TILES = 0
-"""KV tiles of a row that decode_swap_ab takes with so few rows that there is room for more CTAs than can share one."""
+SHARED_CTAS, LEAST_SHARED_TILES, SHARED_ROWS = 2, 4, 5
+"""CTAs of decode_swap_ab that share a row where there is room for them; KV tiles of a row from which on they do; where
+there is room for so many CTAs a row, hopper/decode in splits is faster."""
 
 MOST_KEYS, MOST_COLUMNS, MOST_PAGE_BYTES = 2**29, 2**29, 2**31
 """Hopper's and Blackwell's paged kernels take calls with fewer than so many: entries and positions that a table has
@@ -150,9 +148,10 @@ def decode_key(
 
 
 def swap_ab_ctas(call: DecodeCall) -> int:
-    """CTAs that share a row in decode_swap_ab, or 0 where it does not take a call: few heads, a whole row a launch, not
-    in splits of a fixed size; results bf16 or codes; rows of q, and of out, equally far apart. Few rows only where the
-    caller leaves the split to the op, see MOST_SHARED_TILES."""
+    """CTAs that share a row in decode_swap_ab, or 0 where it does not take a call: few heads, in one split if the
+    caller says, results bf16 or codes, rows of q, and of out, equally far apart. Where the op chooses the split, rows
+    choose as well: see LEAST_SHARED_TILES, SHARED_ROWS; 8 heads over fp8_ds_mla in several rounds are faster by
+    decode_small_heads."""
     index = call.q.device.index
     heads = heads_of_group(call.q.shape[2])
     if heads not in SWAP_AB_HEADS or arch_of(index) != HOPPER or PLAIN_BF16.id in call.formats:
@@ -169,9 +168,13 @@ def swap_ab_ctas(call: DecodeCall) -> int:
     if call.num_splits:
         return 1
     sms = multiprocessors(index)
-    ctas = next((ctas for ctas in ROW_CTAS if call.rows * ctas <= sms and call.max_tiles >= 2 * ctas), 1)
-    is_few = call.rows * 2 * ROW_CTAS[0] <= sms
-    return 0 if is_few and call.max_tiles > MOST_SHARED_TILES else ctas
+    if call.rows > sms and heads == GROUP_HEADS[0] and not is_v41(call.formats):
+        return 0
+    if call.rows * SHARED_CTAS > sms:
+        return 1
+    if call.rows * SHARED_ROWS <= sms:
+        return 0
+    return SHARED_CTAS if call.max_tiles >= LEAST_SHARED_TILES else 1
 
 
 def is_v41(kv_formats: tuple[str, str]) -> bool:
@@ -289,7 +292,7 @@ def decode_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
             keys[decode_variant(decode_key(arch, heads, extra, fp32, fmt, fmt, few), *variant)] = None
         keys |= dict.fromkeys(decode_variant(key, False, False, dealt=True) for key in tuple(keys))
         if heads <= MOST_NORMED_HEADS:
-            for extra, quantized, ctas in itertools.product(extras, (False, True), (1, *ROW_CTAS)):
+            for extra, quantized, ctas in itertools.product(extras, (False, True), (1, SHARED_CTAS)):
                 keys[DecodeSwapAbKey(arch, heads_of_group(heads), extra, fmt, fmt, quantized, ctas)] = None
     return [*keys, *combine.deployment_keys(config, tp, arch)]
 

@@ -16,7 +16,7 @@ from tests.compile.questions import parts
 from tests.compile.reports import compile_report
 
 WHOLE = DecodeSwapAbKey("sm_90a", 8)
-SHARED = DecodeSwapAbKey("sm_90a", 16, "dense", FP8_DS_MLA.id, FP8_DS_MLA.id, quantized=True, ctas=4)
+SHARED = DecodeSwapAbKey("sm_90a", 16, "dense", FP8_DS_MLA.id, FP8_DS_MLA.id, quantized=True, ctas=2)
 KEYS = DecodeKey("sm_90a", 64, format1=NVFP4_V41.id), WHOLE, SHARED
 
 

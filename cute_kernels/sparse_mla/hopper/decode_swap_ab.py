@@ -2,8 +2,8 @@
 """sparse_mla_decode on Hopper for up to 16 heads, rows whole: keys on the tensor cores' long side, as in
 prefill_swap_ab.py, over records that are dequantized on their way.
 
-A CTA takes work tiles: a query row with all its heads; or a cluster of two or four takes a row, a split of its keys
-each, and each CTA adds up its share of the columns of O (`Combination`). Keys come in tiles of 64. Warpgroups:
+A CTA takes work tiles: a query row with all its heads; or a cluster of two takes a row, half of its tiles each, and
+each CTA adds up half of the columns of O (`Combination`). Keys come in tiles of 64. Warpgroups:
 
     0, 1   dequantizer, QK and softmax, ping-pong   records -> bf16, S^T = K Q^T, softmax     DequantQkSoftmax
     2      PV and epilogue                          copies Q, O^T += V^T P, out               PvEpilogue
@@ -139,7 +139,7 @@ class Own(NamedTuple):
     header    [8] headers of tiles, as decode.py has them
     cursor    [4 producer warps] where it is
     row_max   [16 heads] fp32: running maxima
-    known     [4 CTAs][16 heads] two fp32: of each CTA's split maximum and sum
+    known     [2 CTAs][16 heads] two fp32: of each CTA's split maximum and sum
     """
 
     fp8: Any = FP8_STAGES * STAGE_BYTES
@@ -147,7 +147,7 @@ class Own(NamedTuple):
     header: Any = HEADERS * HEADER
     cursor: Any = 4 * CURSOR
     row_max: Any = 64
-    known: Any = 512
+    known: Any = 256
 
 
 def row_sum_bytes(heads: int) -> int:
@@ -964,7 +964,7 @@ class DecodeSwapAbKey(DecodeKernelKey):
     second             how the extra list names its rows: "none" (there is none), "listed" by slot, "dense" by page
     format0, format1   record formats of both caches
     quantized          results are turned back and become e4m3 codes, see quant_output
-    ctas               1, or 2 or 4 that share a row: the grid has room for all of them
+    ctas               1, or 2 that share a row: a cluster, which has no other
     """
 
     kernel_name: ClassVar[str] = "sparse_mla.hopper.decode_swap_ab"
