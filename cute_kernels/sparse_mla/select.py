@@ -4,7 +4,8 @@
     op       kernel                           arch              heads          caches        rows, and what else
     decode   hopper/decode                    sm_90a            17 and more    fp8_ds_mla
                                                                 1 to 16                      few rows, below
-             hopper/decode_swap_ab            sm_90a            1 to 16        V4.1's        whole, no block table
+             hopper/decode_swap_ab            sm_90a            1 to 16        fp8_ds_mla    in one split, below
+                                                                               V4.1's        the same, no block table
              hopper/decode                    sm_90a            all            V4.1's        all others, no block table
              mma_sync/decode_small_heads      sm_90a            1 to 16        fp8_ds_mla    all others
                                               sm_100a, sm_103a                               blackwell/ may not run
@@ -31,12 +32,13 @@ V4.1's: mxfp8_v41 beside itself, fp8_ds_mla or nvfp4_v41, and fp8_ds_mla beside 
 elsewhere, nor of paged prefill. Gathered, mapped: what Blackwell's copies can address (`ungathered`, `unmapped`);
 trusted: runtime.trust; countable: `is_countable`. Results as codes and raw queries (q_norm, not for 16 heads or fewer)
 are variants of hopper/'s kernels and of mma_sync/decode_small_heads on sm_90a, with fp8_ds_mla caches, or in decode
-V4.1's, where there are formats; decode_swap_ab has none.
+V4.1's, where there are formats.
 
-Few rows: with up to 16 heads Hopper's decode takes a call if `num_splits` and `split_tokens` are 0 and 2 x rows <=
-multiprocessors (66 rows on an H100), as it is faster then; with more rows the other is. With up to 8 heads and long
-lists of fp8_ds_mla that holds for half as many, which it splits (`has_few_rows`). Fixing the split always takes
-decode_small_heads, or decode_swap_ab if it is one.
+Up to 16 heads: where the op chooses the split (`num_splits` and `split_tokens` are 0), rows choose the kernel, as they
+choose the split: few ones are Hopper's decode's, which splits them, more are decode_swap_ab's, by two CTAs or one
+(`swap_ab_ctas`); of 8 heads over fp8_ds_mla those of several rounds are decode_small_heads'. One split by the caller
+always is decode_swap_ab's, any other one decode_small_heads' or, of V4.1's caches, Hopper's decode's. What
+decode_swap_ab does not take for its strides is Hopper's decode's up to `has_few_rows`.
 """
 
 from __future__ import annotations
