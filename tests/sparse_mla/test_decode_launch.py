@@ -280,7 +280,7 @@ def test_shapes_choose_the_kernel_that_deals_work(gpu: Launches, monkeypatch: py
 
 
 def test_rows_choose_the_kernel_where_they_choose_the_split(gpu: Launches) -> None:
-    few, room = SMS // 5, torch.zeros(2**22, dtype=torch.uint8)
+    few, room = SMS // 5, torch.zeros(2**24, dtype=torch.uint8)
     for rows, heads, columns, kind, ctas in (
         (few, 8, 257, DecodeKey, 0),
         (few, 16, 7, DecodeKey, 0),
