@@ -119,7 +119,7 @@ THREADS = WARPGROUPS * 128
 SOFTMAX_BARRIER = 3
 """Of the first softmax warpgroup; the second one's comes next. 1 and 2 are prefill_swap_ab.py's."""
 
-SOFTMAX_REGISTERS, PV_REGISTERS, PRODUCER_REGISTERS = 160, 136, 56
+SOFTMAX_REGISTERS, PV_REGISTERS, PRODUCER_REGISTERS = 160, 144, 48
 """Per thread, in steps of 8; all four warpgroups together have 512, what they are launched with."""
 
 RELEASED = 2
