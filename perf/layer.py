@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole attention layers, as an engine runs them: `python -m perf layer`.
 
-A cell is one kind of layer of one model in one kind of step. Three layers with weights and caches of their own run one
-after the other in a CUDA graph, so that no weight stays in L2 from one call to the next, and each is a call of that
-graph. A cell of kind "model" is a decode step of all layers of the model, in their order, each with the output of the
-one before, and a call is the whole step, with what the GPU does for its metadata: a copy of numbers and a launch.
+A cell is one kind of layer of one model in one kind of step. Three layers, or twelve of one rank's share, with weights
+and caches of their own run one after the other in a CUDA graph, over and over, so that no weight stays in L2 from one
+call to the next, and each is a call of that graph. A cell of kind "model" is a decode step of all layers of the model,
+in their order, each with the output of the one before, and a call is the whole step, with what the GPU does for its
+metadata: a copy of numbers and a launch.
 Requests of a decode step have lengths of their own, up to 255 tokens below the context, as in serving: which of them
 close a group of compressed tokens differs from step to step.
 
@@ -54,6 +55,13 @@ if TYPE_CHECKING:
 OP = "layer"
 DEVICE = "cuda"
 LAYERS = 3
+MOST_LAYERS = 12
+"""Of a chain: of all heads so many, of a rank's share more, as it takes more of them to pass through L2."""
+
+TARGET_US = 3000.0
+"""Of a replay, if layers were as fast as memory and tensor cores. What a replay costs beside its layers, 20 to 29 us
+(its launch, and code that L2 has lost), is less than 0.5% of it then."""
+
 KINDS = {"swa": 1, "c4a": 4, "c128a": 128}
 MODEL = "model"
 """Kind of the cells that are a step of a whole model."""
@@ -87,14 +95,14 @@ class Case:
     def ratios(self) -> tuple[int, ...]:
         """The compress ratio of each layer, in the order in which they run."""
         if self.kind != MODEL:
-            return (KINDS[self.kind],) * LAYERS
+            return (KINDS[self.kind],) * min(LAYERS * self.tp, MOST_LAYERS)
         config = PRESETS[self.model]
         return config.compress_ratios[: config.num_hidden_layers]
 
     @property
     def calls(self) -> int:
         """Calls that one pass through the layers counts as: a layer each, or the whole step."""
-        return 1 if self.kind == MODEL else LAYERS
+        return 1 if self.kind == MODEL else len(self.ratios)
 
     @property
     def tokens(self) -> int:
@@ -496,7 +504,7 @@ def measure(
     candidates = {OURS: step.calls()}
     candidates |= {name: peer.calls() for name, peer in peers.items() if not isinstance(peer, str)}
     failures: dict[str, str] = {}
-    timings = time_graphs(candidates, work.bytes, replays, failures=failures, flops_per_set=work.flops)
+    timings = time_graphs(candidates, work.bytes, replays, TARGET_US, failures, work.flops)
     if OURS in failures:
         raise RuntimeError(f"{case.name}: cannot be captured in a graph: {failures[OURS]}")
     timed = {name: candidates[name] for name in timings}
