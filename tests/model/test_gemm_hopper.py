@@ -16,14 +16,14 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.isa_probes.meaning import TensorMap
-from cute_kernels.linear.hopper.gemm import START, GemmKey
+from cute_kernels.linear.hopper.gemm import BAND_ROWS, START, GemmKey
 from cute_kernels.linear.hopper.gemm_swap_ab import SwapAbKey
 from cute_kernels.linear.ops import activation_scale_shape, quantize_fp8_1x128
 from tests import oracle
 from tests.compile.reports import compile_report
 from tests.indexer.meaning import e4m3_codes
 from tests.model import edits, mutations, orders
-from tests.model.launch import pack, run_grid
+from tests.model.launch import divisor, pack, run_grid
 from tests.model.memory import GlobalMemory
 from tests.model.ptx import PARAMETERS, Program, parse
 from tests.model.trace import Trace
@@ -118,9 +118,14 @@ class Call:
             values += [0] * 8
         values += [self.out, self.groups * self.out_row, self.out_row, SIZES[key.output]]
         values += [self.out_scale, padded * 4, padded]
-        values += [self.rows, self.groups, self.columns, self.chunks]
         if isinstance(key, GemmKey):
-            values.append(self.seed % 2)  # whether it is a dependent of the kernel before
+            row_tiles, column_tiles = -(-self.rows // key.rows), -(-self.columns // key.columns)
+            per_group, height = row_tiles * column_tiles, BAND_ROWS // key.rows
+            values += [self.rows, self.columns, self.groups * per_group, row_tiles]
+            values += [*divisor(per_group), *divisor(height * column_tiles), *divisor((row_tiles - 1) % height + 1)]
+            values += [self.chunks, self.seed % 2]  # whether it is a dependent of the kernel before
+        else:
+            values += [self.rows, self.groups, self.columns, self.chunks]
         if isinstance(key, GemmKey) and key.squares:
             self.squares = memory.reserve(self.rows * self.blocks * 4)
             values += [self.squares, self.blocks * 4, self.blocks]

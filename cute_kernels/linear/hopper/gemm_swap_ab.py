@@ -238,7 +238,7 @@ class SwapAbKernel:
         kernel.launch(
             grid=[clusters * self.splits, 1, 1],
             block=[THREADS, 1, 1],
-            cluster=[self.splits, 1, 1],
+            cluster=[self.splits, 1, 1] if const_expr(self.splits > 1) else None,
             stream=stream,
             use_pdl=use_pdl,
         )
