@@ -80,7 +80,7 @@ class Call:
         a, b = ((rng.uniform(1, 2, s) * 2.0 ** rng.integers(-12, 8, s)).astype(np.float32) for s in shapes)
         return a, b
 
-    def place(self, key: Key, own: Program) -> tuple[bytes, dict[int, TensorMap]]:
+    def place(self, key: Key, own: Program, clusters: int) -> tuple[bytes, dict[int, TensorMap]]:
         """Parameters, as the kernels' entry points make them, and tensor maps."""
         memory = self.memory = GlobalMemory()
         a, b = self.operands(key.operands)
@@ -125,7 +125,9 @@ class Call:
             values += [*divisor(per_group), *divisor(height * column_tiles), *divisor((row_tiles - 1) % height + 1)]
             values += [self.chunks, self.seed % 2]  # whether it is a dependent of the kernel before
         else:
-            values += [self.rows, self.groups, self.columns, self.chunks]
+            output_tiles, token_tiles = -(-self.columns // key.outputs), -(-self.rows // key.tokens)
+            values += [self.rows, self.columns, self.groups * output_tiles * token_tiles]
+            values += [*divisor(clusters), *divisor(output_tiles), *divisor(token_tiles), self.chunks]
         if isinstance(key, GemmKey) and key.squares:
             self.squares = memory.reserve(self.rows * self.blocks * 4)
             values += [self.squares, self.blocks * 4, self.blocks]
@@ -139,7 +141,7 @@ class Call:
     def run(self, key: Key, clusters: int, own: Program | None = None, **options: Any) -> None:
         """own: another program than the key's."""
         own = own or program(key)
-        parameters, maps = self.place(key, own)
+        parameters, maps = self.place(key, own, clusters)
         blocks = clusters * key.splits
         given = {"blocks": blocks, "cluster": key.splits, "size": key.smem_bytes, "tensor_maps": maps}
         run_grid(own, parameters, self.memory, **given, **options)
