@@ -274,8 +274,9 @@ def sweep(options: argparse.Namespace) -> int:
     if len(names) > 1:
         return _sweep_apart(names, options, replays)
     path = out / f"{names[0]}.json" if out is not None and out.suffix != ".json" else out
+    so_far = None if path is None else path.with_suffix(".partial.json")
     try:
-        text = to_text(measure(names[0], options, replays))
+        text = to_text(measure(names[0], options, replays, so_far))
     except PeerMissing:
         raise
     except (RuntimeError, NotImplementedError) as error:
@@ -294,6 +295,8 @@ def sweep(options: argparse.Namespace) -> int:
             path.write_text(text)
         except OSError as error:
             raise Refusal(f"--json: {path}: {error.strerror}") from error
+    if so_far is not None:
+        so_far.unlink(missing_ok=True)
     if problem:
         print(f"{PROGRAM} sweep: rejected: {problem}", file=sys.stderr)
     return 1 if problem else 0
@@ -323,11 +326,15 @@ def _sweep_processes(names: Sequence[str], options: argparse.Namespace, replays:
     return 1 if failed else 0
 
 
-def measure(op: str, options: argparse.Namespace, replays: int) -> dict[str, Any]:
-    """The record of one op on the GPU at hand, for JSON. RuntimeError if a reference ran or a result is wrong."""
+def measure(op: str, options: argparse.Namespace, replays: int, so_far: Path | None = None) -> dict[str, Any]:
+    """The record of one op on the GPU at hand, for JSON. RuntimeError if a reference ran or a result is wrong.
+
+    so_far   file that holds, while it measures, a partial record of the cells that it has: what an interrupted sweep
+             leaves
+    """
     from perf import ceilings
     from perf.conditions import watch
-    from perf.measure import cold_bytes, environment
+    from perf.measure import cold_bytes, environment, keep_cells
     from perf.records import SCHEMA
 
     module = importlib.import_module(MODULES[op])
@@ -335,14 +342,25 @@ def measure(op: str, options: argparse.Namespace, replays: int) -> dict[str, Any
     chosen = {} if rows is None else {"rows": rows}
     machine = environment()
     found = _ceilings(options.ceilings, partial(ceilings.measure, replays))
-    with watch() as conditions, missing_allowed(options.allow_missing_peers):
+    known = ceilings.yardsticks(machine["gpu"], found)
+    facts = {"cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
+    kept: list[dict[str, Any]] = []
+
+    def keep(cell: dict[str, Any]) -> None:
+        kept.append(cell)
+        ceilings.add_percentages([cell], known)
+        if so_far is not None:
+            so_far.write_text(
+                to_text({"schema": SCHEMA, "op": op, **machine, "partial": True, **facts, "records": kept})
+            )
+
+    with watch() as conditions, missing_allowed(options.allow_missing_peers), keep_cells(keep):
         cells = module.SWEEPS[op](peers=options.peers, variants=options.variants, replays=replays, **chosen)
     if not cells:
         raise Refusal(f"--rows: {op} has no shape with that many rows")
-    known = ceilings.yardsticks(machine["gpu"], found)
     ceilings.add_percentages(cells, known)
-    facts = {"partial": rows is not None, "cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
-    return {"schema": SCHEMA, "op": op, **machine, "conditions": conditions, **facts, "records": cells}
+    took = {"conditions": conditions, "partial": rows is not None}
+    return {"schema": SCHEMA, "op": op, **machine, **took, **facts, "records": cells}
 
 
 def _ceilings(path: Path | None, measured: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
