@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from cute_kernels.compressor.ops import compress_latent, k_norm_rope_store, rope_quant_insert
+from cute_kernels.formats import V41_KV_CACHES
 from cute_kernels.kv_cache.ops import fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
 from cute_kernels.norm.ops import fused_q_kv_rmsnorm
 from cute_kernels.runtime.checks import Checker
@@ -21,7 +22,7 @@ from .output import OutputProjection
 from .parallel import TensorParallel
 from .rotary import RotaryEmbedding
 from .v41_attention import V41SparseAttention
-from .v41_caches import V41_KV_CACHES, V41Caches, V41SourceCaches
+from .v41_caches import V41Caches, V41SourceCaches
 from .v41_config import SOURCE, WINDOW, DeepseekV41Config
 from .v41_indexer import V41Indexer
 from .v41_step import V41Selection, V41Step
@@ -31,7 +32,7 @@ from .v41_step import V41Selection, V41Step
 class V41Options:
     """How a layer runs.
 
-    kv_cache          formats of windows and entries, by name: one of v41_caches.V41_KV_CACHES
+    kv_cache          formats of windows and entries, by name: one of formats.V41_KV_CACHES
     index_cache       "fp8" or "mxfp4": format of indexer queries and keys; the model's own is the latter
     batch_invariant   as AttentionOptions has it
     max_model_len     longest sequence; sizes the rotary table

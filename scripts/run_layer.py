@@ -84,7 +84,6 @@ from cute_kernels.layers.config import read_json
 from cute_kernels.layers.context import KV_FORMS
 from cute_kernels.layers.mla import PREFILL_FORMS
 from cute_kernels.layers.parallel import INDEXER_FORMS
-from cute_kernels.layers.v41_caches import V41_KV_CACHES
 from cute_kernels.layers.v41_config import is_v41
 from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE

@@ -48,7 +48,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, MXFP8_V41, NVFP4_V41, PLAIN_BF16, PLAIN_FP8
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, MXFP8_V41, NVFP4_V41, PLAIN_BF16, PLAIN_FP8, V41_KV_CACHES
 from cute_kernels.models import ModelConfig, latent_ratios
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
@@ -267,8 +267,22 @@ def decode_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
             variants += [(True, False, True), (False, True, True)]
         for (fp32, *variant), extra, few in itertools.product(variants, extras, (False, True)):
             keys[decode_variant(decode_key(arch, heads, extra, fp32, fmt, fmt, few), *variant)] = None
+        if latent_ratios(config):
+            keys |= dict.fromkeys(v41_decode_keys(arch, heads))
         keys |= dict.fromkeys(decode_variant(key, False, False, dealt=True) for key in tuple(keys))
     return [*keys, *combine.deployment_keys(config, tp, arch)]
+
+
+def v41_decode_keys(arch: str, heads: int) -> list[DecodeKernelKey]:
+    """Over records of V4.1's own: of a window alone, and of a window and picks."""
+    keys: list[DecodeKernelKey] = []
+    for window, entries in V41_KV_CACHES.values():
+        for extra, formats in (("none", (window.id, window.id)), ("listed", (window.id, entries.id))):
+            if is_v41(formats):
+                keys += [decode_key(arch, heads, extra, fp32, *formats) for fp32 in (False, True)]
+                if heads <= MOST_NORMED_HEADS:
+                    keys.append(DecodeSwapAbKey(arch, heads_of_group(heads), extra, *formats))
+    return keys
 
 
 # ---- prefill
