@@ -58,6 +58,7 @@ from layer_runner.run import KINDS, LayerReport, count_steps, max_rows, run_laye
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cute_kernels.formats import V41_KV_CACHES
 from cute_kernels.layers import (
     PRESETS,
     V41_PRESETS,
