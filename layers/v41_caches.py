@@ -19,7 +19,7 @@ from .caches import (
     DeepseekV4IndexerCache,
     DeepseekV4SWACache,
 )
-from .v41_config import WINDOW, DeepseekV41Config
+from .v41_config import DeepseekV41Config
 
 ENTRY_BLOCK_SIZE = 128
 """Source tokens per page of entries and of index keys: 64 or 128 rows, of ratio 2 or 1."""
@@ -86,7 +86,7 @@ class V41Caches:
                 state,
             )
 
-        sources = {config.source_of(layer) for layer in wanted if config.kind_of(layer) != WINDOW}
+        sources = {config.source_of(layer) for layer in wanted if config.compress_ratio_of(layer)}
         return cls(
             {
                 layer: DeepseekV4SWACache(mine.allocate(window_blocks, SWA_BLOCK_SIZE, device), mine, SWA_BLOCK_SIZE)
