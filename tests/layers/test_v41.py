@@ -303,7 +303,7 @@ def test_drafts_that_do_not_fit() -> None:
         draft.layers[0].store_context(hidden, block, caches)
     with pytest.raises(ValueError, match="context: expected shape"):
         draft.layers[0].store_context(hidden[:4], step, caches)
-    with pytest.raises(ValueError, match=r"query_lens: expected decodes of as many rows each, with is_draft, got \[5\]"):
+    with pytest.raises(ValueError, match=r"query_lens: expected decodes of as many rows each, with is_draft, got"):
         builder.build([5], [5], V41Tables(pages), 0, is_draft=True)
     with pytest.raises(ValueError, match=r"hidden_states: expected shape"):
         draft.context(hidden)

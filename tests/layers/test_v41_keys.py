@@ -21,7 +21,7 @@ from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.registry import deployment_keys
 from cute_kernels.sparse_mla import launch as sparse_mla
 from layers.caches import INDEX_CACHES
-from tests.layers.v41_engine import CONFIG, Engine, hidden_rows, model
+from tests.layers.v41_engine import CONFIG, Engine, draft_model, hidden_rows, model
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -61,12 +61,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, None]]:
 def test_layers_launch_what_a_deployment_has(
     kv_cache: str, index_cache: str, config: Any, launched: dict[Any, None]
 ) -> None:
-    engine = Engine(model(config, index_cache, kv_cache), seed=1)
+    engine = Engine(model(config, index_cache, kv_cache), seed=1, draft=draft_model(config, kv_cache))
     first, second = engine.request(), engine.request()
     engine.step([], [(first, hidden_rows(130, 1)), (second, hidden_rows(9, 2))])
     for rows in (1, 6):
         engine.step([(first, hidden_rows(rows, 3)), (second, hidden_rows(rows, 4))])
     engine.step([(first, hidden_rows(1, 5))], [(second, hidden_rows(70, 6))])
+    engine.draft_blocks([(first, hidden_rows(5, 7)), (second, hidden_rows(5, 8))])
     known = deployment_keys(V41Shape.of(config), 1, "sm_90a")
     unknown = [key.identity for key in launched if key not in known]
     assert launched
