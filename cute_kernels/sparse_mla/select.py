@@ -5,7 +5,7 @@
     decode   hopper/decode                    sm_90a            17 and more    fp8_ds_mla
                                                                 1 to 16                      few rows, below
              hopper/decode_swap_ab            sm_90a            1 to 16        V4.1's        whole, no block table
-             hopper/decode                    sm_90a            all            V4.1's        all others, no block table
+             hopper/decode                    sm_90a            all            V4.1's        all others
              mma_sync/decode_small_heads      sm_90a            1 to 16        fp8_ds_mla    all others
                                               sm_100a, sm_103a                               blackwell/ may not run
              blackwell/decode                 sm_100a, sm_103a  1 to 64        fp8_ds_mla    gathered, trusted
@@ -142,11 +142,11 @@ def decode_key(
 
 def takes_swap_ab(call: DecodeCall) -> bool:
     """Whether rows of a call go to decode_swap_ab, few ones aside: few heads over V4.1's own records, in one split
-    each; bf16 results, and rows of q and out equally far apart."""
+    each, the extra one by slots; bf16 results, and rows of q and out equally far apart."""
     index = call.q.device.index
     if call.q.shape[2] > MOST_NORMED_HEADS or not is_v41(call.formats) or arch_of(index) != HOPPER:
         return False
-    if call.is_quantized or call.out.element_size() != 2 or call.split_tokens:
+    if call.extra == "dense" or call.is_quantized or call.out.element_size() != 2 or call.split_tokens:
         return False
     tokens = call.q.shape[1]
     is_even = all(
@@ -165,11 +165,10 @@ def why_not_formats_of_decode(call: DecodeCall) -> str:
     if not is_v41(call.formats):
         return ""
     arch = arch_of(call.q.device.index)
-    if arch != HOPPER or call.extra == "dense" or PLAIN_BF16.id in call.formats:
-        named = " with extra_block_table" if call.extra == "dense" else ""
+    if arch != HOPPER or PLAIN_BF16.id in call.formats:
         return (
-            f"caches of {' and '.join(V41_FORMATS)} are supported on {HOPPER}, beside {FP8_DS_MLA.id} or each other, "
-            f"with extra_indices; got {arch} with {' and '.join(call.formats)}{named}"
+            f"caches of {' and '.join(V41_FORMATS)} are supported on {HOPPER}, beside {FP8_DS_MLA.id} or each other; "
+            f"got {arch} with {' and '.join(call.formats)}"
         )
     return ""
 

@@ -284,6 +284,8 @@ _DECODE = {
     "fp8 and V4.1's picks, parts": _Case(32, second=_NVFP4, extra=512, num_splits=3, b=2),
     "V4.1's rows twice": _Case(16, first=_MXFP8, second=_MXFP8, extra=300, split_tokens=128, lengths=(0, 3, 128)),
     "fp8 and V4.1's rows": _Case(100, second=_MXFP8, extra=70, partial=True),
+    "V4.1's window and pages": _Case(64, first=_MXFP8, second=_NVFP4, dense=True, extra=300, rows=(64, 2), s_q=2),
+    "fp8 and V4.1's pages, parts": _Case(8, second=_NVFP4, dense=True, extra=600, rows=(64, 64), num_splits=3),
     "bf16 and fp8 pages": _Case(32, first=_BF16, second=_FP8, dense=True, extra=99, rows=(64, 2), split_tokens=64),
 }
 
