@@ -84,7 +84,8 @@ class AttentionOptions:
                          weights are fetched while the kernel before still runs. Same bits. What writes a weight on the
                          stream of a step must be a launch without it, as any torch operation is
     bind_steps           an eager step keeps its launches and repeats them for the next step of its kind: decode steps
-                         from the first time on, those with prefill rows from the second (layers.bound). Same bits
+                         from the first time on, those with prefill rows from the second, except a context group's
+                         (layers.bound). Same bits
     aux_streams          CUDA streams for the independent GEMMs and the indexer; empty: one stream. None: steps of few
                          rows that are captured in a graph take one that all layers of a thread share, others none. Same
                          bits
@@ -519,25 +520,27 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         if hidden_states.shape[0] > rows:
             out[rows:].zero_()
             hidden_states, out = hidden_states[:rows], out[:rows]
-        if binds and not isinstance(metadata, ContextStep) and self._is_bindable(hidden_states, metadata):
-            self._bound.run(
-                (bound_key(metadata), caches.addresses, self._weight_addresses(), *what),
-                hidden_states,
-                out,
-                body,
-                has_prefills=bool(metadata.num_prefill_tokens),
-            )
-        else:
+        key = self._bound_key(hidden_states, metadata) if binds else None
+        if key is None:
             body(hidden_states, out)
+            return
+        key = (key, caches.addresses, self._weight_addresses(), *what)
+        has_prefills = isinstance(metadata, DeepseekV4Metadata) and bool(metadata.num_prefill_tokens)
+        self._bound.run(key, hidden_states, out, body, has_prefills=has_prefills)
 
-    def _is_bindable(self, hidden_states: torch.Tensor, m: DeepseekV4Metadata) -> bool:
-        """Whether the launches of this step may be kept for others of its kind: on one stream."""
+    def _bound_key(self, hidden_states: torch.Tensor, metadata: DeepseekV4Metadata | ContextStep) -> Any:
+        """What stands for a step whose launches may be kept for others of its kind, on one stream; None: they may not,
+        as those of a context group's prefill rows, whose exchanges lie elsewhere each time."""
         options = self.options
-        if not options.bind_steps or not m.num_tokens or options.aux_streams:
-            return False
-        if m.num_prefill_tokens > BOUND_PREFILL_MAX_TOKENS:
-            return False
-        return BoundSteps.apply(hidden_states)
+        if not options.bind_steps or not metadata.num_tokens or options.aux_streams:
+            return None
+        if isinstance(metadata, ContextStep):
+            is_kept = metadata.prefills is None
+        else:
+            is_kept = metadata.num_prefill_tokens <= BOUND_PREFILL_MAX_TOKENS
+        if not is_kept or not BoundSteps.apply(hidden_states):
+            return None
+        return metadata.bound_key if isinstance(metadata, ContextStep) else bound_key(metadata)
 
     def _weight_addresses(self) -> tuple[int, ...]:
         """Where all weights and buffers of the layer lie: bound steps hold their addresses."""
