@@ -31,6 +31,7 @@ from cute_kernels.sparse_mla.ops import merge_attention_states, sparse_mla_decod
 from .caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, LayerCaches, PagedCache
 from .context import WIRES, ContextParallel
 from .context_step import ContextStep, DecodeShare, Exchange, PrefillShare
+from .indexer import ALL
 from .metadata import DeepseekV4Metadata
 from .streams import run_on_streams
 
@@ -77,15 +78,25 @@ class ContextAttention:
         out: torch.Tensor,
     ) -> None:
         """From the products of the hidden states to out bf16 [T, heads, 512]."""
-        layer = self.layer
-        qr, kv = qr_kv.split([layer.config.q_lora_rank, layer.config.head_dim], dim=-1)
-        q, index_q, kv = layer._queries(qr, kv, None)
-        decodes = step.num_decode_tokens
-        rows = (q, kv, index_q, *products)
+        layer, cp, decodes = self.layer, self.cp, step.num_decode_tokens
+        every = self._rows(qr_kv, products) if layer.query_heads == layer.num_heads else None
+
+        def rows(part: slice, heads: slice) -> Products:
+            if every is not None:
+                return _slice(every, part)
+            return self._rows(qr_kv[part], _slice(products, part), heads)
+
         if step.decodes is not None and decodes:
-            self._decode(_slice(rows, slice(decodes)), step.decodes, caches, out[:decodes])
+            self._decode(rows(slice(decodes), ALL), step.decodes, caches, out[:decodes])
         if step.prefills is not None:
-            self._prefill(_slice(rows, slice(decodes, None)), step.prefills, caches, out[decodes:], decodes)
+            heads = slice(cp.rank * layer.num_heads, (cp.rank + 1) * layer.num_heads)
+            self._prefill(rows(slice(decodes, None), heads), step.prefills, caches, out[decodes:], decodes)
+
+    def _rows(self, qr_kv: torch.Tensor, products: Products, heads: slice = ALL) -> Products:
+        """Queries of some heads, kv and the indexer's queries, and the rows' other products."""
+        config = self.layer.config
+        q, index_q, kv = self.layer._queries(*qr_kv.split([config.q_lora_rank, config.head_dim], dim=-1), None, heads)
+        return q, kv, index_q, *products
 
     # ---- prefill rows
 
@@ -289,8 +300,9 @@ class ContextAttention:
             lses = part.view(torch.float32)[..., first : first + rows].unflatten(-1, shape)
             return results.movedim(-4, -2), lses.movedim(-3, -2)
 
-        own = slice(None) if cp.heads == "own" else slice(cp.rank * per_rank, (cp.rank + 1) * per_rank)
-        own_q, swa = q[:, own], m.decode_swa_indices.view(*shape, -1)
+        own = slice(cp.rank * per_rank, (cp.rank + 1) * per_rank)
+        own_q = q if q.shape[1] == per_rank else q[:, own]
+        swa = m.decode_swa_indices.view(*shape, -1)
         common: dict[str, Any] = {
             "softmax_scale": attention.scale,
             "kv_format": caches.swa.kv_format.id,
@@ -316,24 +328,25 @@ class ContextAttention:
 
         every_q, keys = q, None
         tasks: list[Callable[[], torch.Tensor]] = []
-        if cp.heads == "own":
+        if q.shape[1] != heads:
             tasks.append(lambda: self._gather_heads(q, q.new_empty((rows, heads, HEAD_DIM))))
         if layer.indexer is not None and not layer.indexer.indexer_op.sees_few(m):
             assert scored is not None
             query = scored
             tasks.append(lambda: self._own_keys(query, share, caches))
         done = run_on_streams(tasks, streams, q.device)
-        if cp.heads == "own":
+        if q.shape[1] != heads:
             every_q = done.pop(0)
         if done:
             (keys,) = done
         run_on_streams([entries, window], streams, q.device)
         results, lses = views(received)
-        sink = attention.attn_sink[own]
         if cp.heads == "own":
+            sink = attention.attn_sink
             merge_attention_states(results, lses, sink, out=out.unflatten(0, shape), return_lse=False)
             return
         merged = torch.empty(rows, per_rank, HEAD_DIM, dtype=torch.bfloat16, device=q.device)
+        sink = attention.attn_sink[own]
         merge_attention_states(results, lses, sink, out=merged.unflatten(0, shape), return_lse=False)
         self._gather_heads(merged, out)
 

@@ -30,6 +30,7 @@ FORMS: list[dict[str, Any]] = [
     SHARED,
     {"cp_prefill": "zigzag"},
     {"cp_kv": "sharded", "cp_heads": "own"},
+    {"cp_kv": "sharded", "cp_heads": "own", "cp_q": "replicate"},
     SHARED | {"cp_wire": "bf16"},
 ]
 
@@ -59,7 +60,7 @@ def assert_as_one(results: list[Any], whole: dict[str, Any], options: dict[str, 
     assert same >= 0.9 * sum(x.numel() for x in found)
 
 
-@pytest.mark.parametrize("options", FORMS[:3])
+@pytest.mark.parametrize("options", FORMS[:4])
 @pytest.mark.parametrize("ratio", KINDS)
 def test_threads_on_one_gpu(ratio: int, options: dict[str, Any]) -> None:
     on_gpu = {**options, "device": "cuda"}

@@ -201,7 +201,13 @@ def test_scores_in_several_launches(name: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", ["decodes", "many decodes", "drafts", "unequal drafts"])
 @pytest.mark.parametrize(
     "form",
-    [{}, {"kv": "sharded"}, {"kv": "sharded", "heads": "own"}, {"kv": "sharded", "shards": 4, "wire": "bf16"}],
+    [
+        {},
+        {"kv": "sharded"},
+        {"kv": "sharded", "heads": "own"},
+        {"kv": "sharded", "heads": "own", "q": "replicate"},
+        {"kv": "sharded", "shards": 4, "wire": "bf16"},
+    ],
 )
 def test_decode_rows_of_a_context_group(ratio: int, name: str, form: dict[str, Any]) -> None:
     group = _Apart()
