@@ -176,8 +176,9 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         if self.num_heads > 128:
             raise ValueError(f"num_attention_heads: expected at most 128 per rank, got {self.num_heads}")
         # heads whose queries the rank computes
-        is_replicated = options.cp is not None and options.cp.q == "replicate" and self.compress_ratio > 1
-        self.query_heads = options.cp.split_heads(self.num_heads)[0] if is_replicated else self.num_heads
+        self.query_heads, cp = self.num_heads, options.cp
+        if cp is not None and cp.q == "replicate" and self.compress_ratio > 1:
+            self.query_heads, _ = cp.split_heads(self.num_heads)
         self.rotary_emb = rotary_emb or RotaryEmbedding(config, self.compress_ratio > 1, options.max_model_len, device)
 
         hidden, head_dim, q_rank = config.hidden_size, config.head_dim, config.q_lora_rank

@@ -95,7 +95,8 @@ class ContextAttention:
     def _rows(self, qr_kv: torch.Tensor, products: Products, heads: slice = ALL) -> Products:
         """Queries of some heads, kv and the indexer's queries, and the rows' other products."""
         config = self.layer.config
-        q, index_q, kv = self.layer._queries(*qr_kv.split([config.q_lora_rank, config.head_dim], dim=-1), None, heads)
+        qr, kv = qr_kv.split([config.q_lora_rank, config.head_dim], dim=-1)
+        q, index_q, kv = self.layer._queries(qr, kv, None, heads)
         return q, kv, index_q, *products
 
     # ---- prefill rows
