@@ -17,7 +17,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -42,10 +42,13 @@ TARGET_US = 700.0
 HOST_US = 10.0
 """Calls that take the GPU less are timed on the host too."""
 
-ATTENTION, RESULT, PICKS, BYTES, STATES, CHAIN = 0.02, 0.06, 0.02, 0.02, 1e-5, 0.1
+ATTENTION, RESULT, PICKS, BYTES, STATES = 0.02, 0.06, 0.02, 0.02, 1e-5
 """What may differ: of attention and of the layer's result the relative distance; the share of picks that only one side
-has; of the cache bytes that a step writes, the share; of compressor states, and of layers one after the other, the
-relative distance."""
+has; of the cache bytes that a step writes, the share; of compressor states the relative distance."""
+
+SAME, CHAIN = 1e-6, 1.5
+"""Layers one after the other: how far the engine may be from itself with the same picks, and how many times as far as
+it gets by rounding its input otherwise we may be."""
 
 KINDS = ("swa", "c4a", "c128a")
 
@@ -197,18 +200,66 @@ def check_dummy(engine: Engine) -> dict[str, int]:
     return found
 
 
-def check_chain(engine: Engine, batch: Batch) -> float:
-    """All layers, linears too, each with the result of the one before: the relative distance."""
+def check_chain(engine: Engine, batch: Batch) -> dict[str, float]:
+    """All layers, linears too, each with the result of the one before: relative distances behind the last one from the
+    engine's own result, by what is different.
+
+    The engine's top-k writes its picks in changing order, attention sums them up in that order, and from the second
+    layer with an indexer on other entries are picked: so the engine is apart from itself, but if it is given the picks
+    of its own first run it is not. With these picks ours is compared with it, and with what an input makes of which
+    every number is the next bfloat16."""
     metadata, positions = engine.build(batch)
-    start, results = snapshot(engine.sides), []
-    for name in (ENGINES, OURS):
-        hidden = _hidden(engine, batch.rows)
-        for number in range(len(engine.sizes.kinds)):
-            hidden = engine.run(name, number, hidden, metadata, positions)
+    hidden, start = _hidden(engine, batch.rows), snapshot(engine.sides)
+
+    def run(name: str, hidden: torch.Tensor, picks: Sequence[torch.Tensor] = ()) -> tuple[torch.Tensor, list[Any]]:
+        """(result, each layer's picks), with these picks if some are given."""
+        side, found = engine.sides[name], []
+        for number, layer in enumerate(side.layers):
+            side.buffer.fill_(-1)
+            given = _given_picks(layer, picks[number]) if picks else nullcontext()
+            with given:
+                hidden = engine.run(name, number, hidden, metadata, positions)
+            found.append(side.buffer[: batch.rows].clone())
             hidden = hidden / hidden.float().square().mean(-1, keepdim=True).sqrt().bfloat16()
-        results.append(hidden[: batch.live].float())
-    restore(engine.sides, start)
-    return distance(results[1], results[0])
+        restore(engine.sides, start)
+        return hidden[: batch.live].float(), found
+
+    theirs, picks = run(ENGINES, hidden)
+    nudged = (hidden.view(torch.int16) ^ 1).view(torch.bfloat16)
+    others = {
+        "theirs again": run(ENGINES, hidden),
+        "theirs, same picks": run(ENGINES, hidden, picks),
+        "theirs, same picks, input one bf16 step away": run(ENGINES, nudged, picks),
+        "ours": run(OURS, hidden),
+        "ours, same picks": run(OURS, hidden, picks),
+    }
+    return {name: distance(result, theirs) for name, (result, _) in others.items()}
+
+
+@contextmanager
+def _given_picks(layer: Any, picks: torch.Tensor) -> Iterator[None]:
+    """Picks of an earlier step in the place of the indexer's."""
+    if layer.indexer is None:
+        yield
+        return
+    op, buffer = layer.indexer.indexer_op, layer.topk_indices_buffer
+    object.__setattr__(op, "forward", lambda *args, **kwargs: buffer[: picks.shape[0]].copy_(picks))
+    try:
+        yield
+    finally:
+        object.__delattr__(op, "forward")
+
+
+def chain_faults(apart: Mapping[str, float]) -> list[str]:
+    """What is further apart than it may be."""
+    wrong = []
+    if not apart["theirs, same picks"] <= SAME:
+        wrong.append("the engine differs from itself with the same picks")
+    if not apart["ours, same picks"] <= CHAIN * apart["theirs, same picks, input one bf16 step away"]:
+        wrong.append("ours with the same picks")
+    if not apart["ours"] <= CHAIN * max(apart["theirs again"], apart["theirs, same picks, input one bf16 step away"]):
+        wrong.append("ours")
+    return wrong
 
 
 UNITS = [
@@ -223,15 +274,32 @@ def unit_name(kinds: Sequence[str], heads: int, drafts: int) -> str:
     return f"{'+'.join(kinds)} h{heads}" + (f" mtp{drafts}" if drafts else "")
 
 
+def steps_of_unit(kinds: Sequence[str], drafts: int) -> list[Batch]:
+    """Of several layers one step: decode of 33 requests."""
+    if len(kinds) == 1:
+        return list(steps(drafts))
+    return [Batch("chained", tuple((1 + drafts, 1900 + 61 * i) for i in range(33)))]
+
+
+def products_of_unit(kinds: Sequence[str], heads: int, drafts: int) -> list[Product]:
+    """What DeepGEMM has to compile for it: of a layer alone, whose linears' results are fixed, wo_a only."""
+    return [
+        product
+        for kind in kinds
+        for batch in steps_of_unit(kinds, drafts)
+        for product in products_of(kind, batch.rows, 64 // heads)
+        if product.is_grouped or len(kinds) > 1
+    ]
+
+
 def check(model: Any, pattern: str, say: Callable[[str], None]) -> int:
     """All comparisons whose unit's name the pattern finds; returns how many are wrong."""
-    failed = 0
-    for kinds, heads, drafts in UNITS:
+    failed, units = 0, [unit for unit in UNITS if re.search(pattern, unit_name(*unit))]
+    compile_products([product for unit in units for product in products_of_unit(*unit)])
+    for kinds, heads, drafts in units:
         unit, begin = unit_name(kinds, heads, drafts), time.monotonic()
-        if not re.search(pattern, unit):
-            continue
         engine = Engine(model, Sizes(kinds, heads, heads // 8, drafts=drafts, max_rows=512, max_requests=64))
-        wanted = list(steps(drafts))
+        wanted = steps_of_unit(kinds, drafts)
         engine.bind_caches(wanted)
         if not drafts:
             memory = check_dummy(engine)
@@ -248,9 +316,12 @@ def check(model: Any, pattern: str, say: Callable[[str], None]) -> int:
                 for line in traceback.format_exception(error)[-5:]:
                     say(line.rstrip())
         if len(kinds) > 1:
-            apart = check_chain(engine, Batch("", wanted[1].requests))
-            failed += not apart <= CHAIN
-            say(f"{unit}: layers chained, linears too: {'ok' if apart <= CHAIN else 'WRONG'} {apart:.2g}")
+            apart = check_chain(engine, wanted[0])
+            faults = chain_faults(apart)
+            failed += bool(faults)
+            say(f"{unit}: chained: {'WRONG: ' + ', '.join(faults) if faults else 'ok'}")
+            for name, value in apart.items():
+                say(f"{unit}: chained, {name}: {value:.2g} from theirs")
         say(f"{unit}: {time.monotonic() - begin:.0f} s")
         _drop(engine)
         del engine, start
