@@ -281,23 +281,13 @@ def steps_of_unit(kinds: Sequence[str], drafts: int) -> list[Batch]:
     return [Batch("chained", tuple((1 + drafts, 1900 + 61 * i) for i in range(33)))]
 
 
-def products_of_unit(kinds: Sequence[str], heads: int, drafts: int) -> list[Product]:
-    """What DeepGEMM has to compile for it: of a layer alone, whose linears' results are fixed, wo_a only."""
-    return [
-        product
-        for kind in kinds
-        for batch in steps_of_unit(kinds, drafts)
-        for product in products_of(kind, batch.rows, 64 // heads)
-        if product.is_grouped or len(kinds) > 1
-    ]
-
-
 def check(model: Any, pattern: str, say: Callable[[str], None]) -> int:
     """All comparisons whose unit's name the pattern finds; returns how many are wrong."""
-    failed, units = 0, [unit for unit in UNITS if re.search(pattern, unit_name(*unit))]
-    compile_products([product for unit in units for product in products_of_unit(*unit)])
-    for kinds, heads, drafts in units:
+    failed = 0
+    for kinds, heads, drafts in UNITS:
         unit, begin = unit_name(kinds, heads, drafts), time.monotonic()
+        if not re.search(pattern, unit):
+            continue
         engine = Engine(model, Sizes(kinds, heads, heads // 8, drafts=drafts, max_rows=512, max_requests=64))
         wanted = steps_of_unit(kinds, drafts)
         engine.bind_caches(wanted)
@@ -316,7 +306,9 @@ def check(model: Any, pattern: str, say: Callable[[str], None]) -> int:
                 for line in traceback.format_exception(error)[-5:]:
                     say(line.rstrip())
         if len(kinds) > 1:
-            apart = check_chain(engine, wanted[0])
+            (batch,) = wanted
+            compile_products([product for kind in kinds for product in products_of(kind, batch.rows, 64 // heads)])
+            apart = check_chain(engine, batch)
             faults = chain_faults(apart)
             failed += bool(faults)
             say(f"{unit}: chained: {'WRONG: ' + ', '.join(faults) if faults else 'ok'}")

@@ -92,8 +92,6 @@ def test_names_tell_cells_and_units_apart() -> None:
     names = [case.name(part) for case in engines.cases() for part in ("between", "whole")]
     assert len(set(names)) == len(names) == 72
     assert all(case.step.rows == case.batch for case in engines.cases())
-    assert {product.is_grouped for product in engines.products_of_unit(("c4a",), 8, 1)} == {True}
-    assert {product.rows for product in engines.products_of_unit(("c4a", "swa"), 64, 0)} == {33}
     units = [engines.unit_name(*unit) for unit in engines.UNITS]
     assert len(set(units)) == len(units)
 
