@@ -293,6 +293,7 @@ def check(model: Any, pattern: str, say: Callable[[str], None]) -> int:
         engine.bind_caches(wanted)
         if not drafts:
             memory = check_dummy(engine)
+            failed += memory[OURS] > memory[ENGINES]
             say(f"{unit}: scratch memory {memory[ENGINES]} bytes, with ours {memory[OURS]}")
         start = snapshot(engine.sides)
         for batch in wanted if len(kinds) == 1 else ():
