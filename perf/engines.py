@@ -34,7 +34,9 @@ from perf.peers import Product, compile_products
 
 OP = "engines"
 PEER = "vllm-classes"
-LAYERS = 4
+LAYERS, PREFILL_LAYERS = 4, 2
+CAPTURES = 3
+"""Graphs of a decode step: where they lie in memory moves a short step's time. The one of median time counts."""
 TENSORS = 8
 """That a layer's step takes, about: more than an op's."""
 TARGET_US = 700.0
@@ -339,29 +341,43 @@ def _drop(engine: Engine) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A cell: a decode step of a kind of layer with the heads of a rank."""
+    """A cell: a step of a kind of layer with the heads of a rank.
+
+    batch     requests of a decode step, of lengths of their own, up to 255 below the context
+    new       0, or tokens of a prefill of one request after `context` tokens
+    """
 
     kind: str
     batch: int
     tp: int
     context: int = 8192
+    new: int = 0
 
     def name(self, part: str) -> str:
-        return f"{self.kind} b{self.batch} ctx{self.context} tp{self.tp} {part}"
+        step = f"prefill {self.new}" if self.new else f"b{self.batch}"
+        return f"{self.kind} {step} ctx{self.context} tp{self.tp} {part}"
 
     @property
     def step(self) -> Batch:
-        """Requests have lengths of their own, up to 255 below the context."""
+        if self.new:
+            return Batch(self.name(""), ((self.new, self.context),))
         return Batch(self.name(""), tuple((1, self.context - 1 - 61 * r % 256) for r in range(self.batch)))
+
+    @property
+    def layers(self) -> tuple[str, int, int]:
+        """Cells with the same ones are measured on the same layers: kind, ranks, the longest context of the model."""
+        return self.kind, self.tp, 131072 if self.new else 65536
 
 
 def cases() -> list[Case]:
-    return [Case(kind, b, tp) for tp in (1, 8, 4) for kind in KINDS for b in (1, 8, 64, 256)]
+    decode = [Case(kind, b, tp) for tp in (1, 8, 4) for kind in KINDS for b in (1, 8, 64, 256)]
+    steps = (2048, 8192), (8192, 8192), (8192, 65536)
+    return decode + [Case(kind, 1, tp, context, new) for tp in (1, 8) for kind in KINDS for new, context in steps]
 
 
 def compile_ahead(wanted: Sequence[Case]) -> None:
     """Let DeepGEMM compile what the layers of some cells multiply: one by one that takes minutes."""
-    compile_products([product for case in wanted for product in products_of(case.kind, case.batch, case.tp)])
+    compile_products([product for case in wanted for product in products_of(case.kind, case.step.rows, case.tp)])
 
 
 def products_of(kind: str, rows: int, tp: int) -> list[Product]:
@@ -389,20 +405,19 @@ def sweep(
     for case in wanted:
         if time.monotonic() - begin > budget:
             return cells, True
-        key = case.kind, case.tp, case.context
-        if kept is None or kept[0] != key:
+        if kept is None or kept[0] != case.layers:
             if kept is not None:
                 _drop(kept[1])
-            same = [other for other in wanted if (other.kind, other.tp, other.context) == key]
-            most = max(other.batch for other in same)
+            same = [other for other in wanted if other.layers == case.layers]
+            rows = max(64, *(other.step.rows for other in same))
             sizes = Sizes(
-                (case.kind,) * LAYERS, 64 // case.tp, 8 // case.tp,
-                max_len=8 * case.context, max_rows=max(most, 64), max_requests=max(most, 64),
+                (case.kind,) * (PREFILL_LAYERS if case.new else LAYERS), 64 // case.tp, 8 // case.tp,
+                max_len=case.layers[2], max_rows=rows, max_requests=max(64, *(other.batch for other in same)),
             )  # fmt: skip
             engine = Engine(model, sizes)
             engine.bind_caches([other.step for other in same])
             check_dummy(engine)
-            kept = key, engine
+            kept = case.layers, engine
         for part in ("between", "whole"):
             try:
                 cells.append(measure_cell(kept[1], case, part, replays))
@@ -418,17 +433,18 @@ def sweep(
 def measure_cell(engine: Engine, case: Case, part: str, replays: int) -> dict[str, Any]:
     """The step of each layer is a call. FlashMLA's plan is made once, before: the engine makes it once a step."""
     batch = case.step
-    metadata, positions = engine.build(batch, max_seq_len=engine.sizes.max_len)
+    # a graph of a prefill holds what the host says of its lengths; one of a decode step any lengths
+    metadata, positions = engine.build(batch, max_seq_len=None if case.new else engine.sizes.max_len)
     hidden = _hidden(engine, batch.rows)
     calls = {
-        name: [partial(engine.run, name, number, hidden, metadata, positions) for number in range(LAYERS)]
-        for name in (OURS, ENGINES)
+        name: [partial(engine.run, name, number, hidden, metadata, positions) for number in range(len(side.layers))]
+        for name, side in engine.sides.items()
     }
     work = work_of(engine, batch, part)
     named = {measure.OURS: calls[OURS], PEER: calls[ENGINES]}
     with engine.without_linears(batch.rows, fresh=True):
         results = [_run(engine, name, 0, hidden, metadata, positions)[0] for name in (ENGINES, OURS)]
-        picks = picks_apart(*(side.buffer[: batch.rows] for side in engine.sides.values()))
+        picks = picks_apart(*(side.buffer[: batch.rows][:: -(-batch.rows // 256)] for side in engine.sides.values()))
         apart = distance(*results)
         if not apart <= ATTENTION + (2 * picks) ** 0.5 or picks > PICKS:
             raise RuntimeError(f"attention is {apart:.2g} apart, {picks:.2g} of the picks; nothing was timed")
@@ -436,7 +452,13 @@ def measure_cell(engine: Engine, case: Case, part: str, replays: int) -> dict[st
         for call in (*named[PEER], *named[measure.OURS]):  # compiles what is not there, and lets FlashMLA plan
             call()
         measure.require_kernel(named[measure.OURS][0])
-        timings = measure.time_graphs(named, work.bytes, replays, TARGET_US, flops_per_set=work.flops)
+        captures = [
+            measure.time_graphs(named, work.bytes, replays, TARGET_US, flops_per_set=work.flops)
+            for _ in range(1 if case.new else CAPTURES)
+        ]
+        timings = {
+            name: sorted((c[name] for c in captures), key=lambda t: t.median)[len(captures) // 2] for name in named
+        }
         rows = [measure.row(name, timing, work, True) for name, timing in timings.items()]
         for line in rows:
             if line["us"] < HOST_US:
