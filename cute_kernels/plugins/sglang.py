@@ -116,7 +116,7 @@ def unsupported(backend: Any) -> str:
         return f"records are {layout.name}"
     if backend.hisparse_coordinator is not None:
         return "caches are partly on the host (HiSparse)"
-    return ""
+    return PLUGIN.unproven()
 
 
 class Backend(Engines):

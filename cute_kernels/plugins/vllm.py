@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 else:
     Engines = object
 
-PLUGIN = Plugin("vllm", ((0, 33), (0, 34)))
+PLUGIN = Plugin("vllm", ((0, 33), (0, 34)), proven=PARTS)
 
 MODEL = "vllm.models.deepseek_v4.nvidia.model"
 SELECTOR = "_select_dsv4_attn_cls"
@@ -98,7 +98,7 @@ def unsupported(chosen: type, base: type, vllm_config: Any) -> str:
         return "contexts are sharded over ranks"
     if config.head_dim != formats.HEAD_DIM or config.qk_rope_head_dim != formats.ROPE_DIM:
         return f"heads have {config.head_dim} columns, {config.qk_rope_head_dim} of them rotated"
-    return ""
+    return PLUGIN.unproven()
 
 
 @cache
