@@ -3,7 +3,8 @@
 scripts/test_engines.sh.
 
 They are imported, and have the plug-in's class, function and head count where they use them. Then the backend's own
-attention, over caches and metadata made by hand, runs the same rows as a decode and as a sparse prefill.
+attention, over caches and metadata made by hand, runs the same rows as a decode and as a sparse prefill, and the
+backend's own indexer, with scores and top-k by torch, picks the same entries as the plug-in's.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def main() -> None:
     from cute_kernels.plugins import VARIABLE, sglang
 
     os.environ[VARIABLE] = "all"
+    os.environ["SGLANG_FP8_PAGED_MQA_LOGITS_TORCH"] = "1"
     sglang.register()
     assert not {sglang.BACKEND, sglang.KERNELS, sglang.MODEL} & {*sys.modules}
     backend, kernels, model = (importlib.import_module(n) for n in (sglang.BACKEND, sglang.KERNELS, sglang.MODEL))
@@ -183,6 +185,52 @@ def check(module: ModuleType, mixin: type) -> None:
         torch.testing.assert_close(found[0], found[1], atol=0.01, rtol=0.02)
         assert found[0].shape == (ROWS, HEADS, 512)
         assert found[0].any()
+    check_indexer(backend)
+
+
+def check_indexer(backend: Any) -> None:
+    """The engine's own is what runs if another top-k than its kernel's is chosen."""
+    indexer = importlib.import_module("sglang.srt.layers.attention.dsv4.indexer")
+    kinds = importlib.import_module("sglang.srt.layers.attention.dsa.dsa_topk_backend").DSATopKBackend
+    metadata = importlib.import_module("sglang.srt.layers.attention.dsv4.metadata")
+    indexer.get_global_indexer_capturer = lambda: None  # type: ignore[attr-defined]
+    top_k, pages, generator = 64, 3, torch.Generator().manual_seed(5)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    cache = torch.zeros(pages, 64 * 132, dtype=torch.uint8)
+    cache[:, : 64 * 128] = draw(pages, 64 * 128).to(torch.float8_e4m3fn).view(torch.uint8)
+    cache[:, 64 * 128 :] = (draw(pages, 64).abs() + 0.5).view(torch.uint8)
+    prepared = draw(ROWS, 64, 128).to(torch.float8_e4m3fn), draw(ROWS, 64, 1)
+    core = backend.forward_metadata.core_attn_metadata
+    core.positions_casual = torch.arange(ROWS)
+    paged = metadata.PagedIndexerMetadata(
+        page_size=256, compressed_page_size=64, use_topk_v2=False,
+        page_table=torch.tensor([[2, 0, 1]], dtype=torch.int32).repeat(ROWS, 1),
+        compressed_seq_lens=torch.tensor([0, 5, 64, 100, 192], dtype=torch.int32),
+    )  # fmt: skip
+    backend.forward_metadata = SimpleNamespace(core_metadata=core, indexer_metadata=paged)
+    backend.token_to_kv_pool = SimpleNamespace(get_index_k_with_scale_buffer=lambda layer_id: cache)
+    backend._forward_prepare_normal = lambda **call: prepared
+    backend.debug_use_external_c4_sparse_indices = False
+    c4 = SimpleNamespace(layer_id=3, index_topk=top_k, use_fp4_indexer=False)
+    step = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True))
+    found = []
+    for has_entries in (False, True):
+        for kind in (kinds.TORCH, kinds.SGL_KERNEL):
+            backend.dsa_topk_backend = kind
+            core.c4_sparse_page_indices, entries = torch.full((2, ROWS, top_k), 7, dtype=torch.int32)
+            core.c4_sparse_raw_indices = entries if has_entries else None
+            backend.forward_c4_indexer(
+                x=torch.zeros(ROWS, 1), q_lora=torch.zeros(ROWS, 1), forward_batch=step, c4_indexer=c4,
+                alt_streams=None, enable_multi_stream=False, q_lora_ready=None, skip_compressor=False,
+            )  # fmt: skip
+            found.append([core.c4_sparse_page_indices, entries])
+    for theirs, ours in zip(found[::2], found[1::2], strict=True):
+        for one, other in zip(theirs, ours, strict=True):
+            assert torch.equal(one.sort().values, other.sort().values)
+    assert (found[3][1][:, 0] >= 0).tolist() == [False, True, True, True, True]
 
 
 if __name__ == "__main__":
