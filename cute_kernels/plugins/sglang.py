@@ -205,13 +205,15 @@ class Backend(Engines):
             "forward_batch": forward_batch,
         }
         if enable_multi_stream:
-            prepared = self._forward_prepare_multi_stream(**inputs, alt_streams=alt_streams, q_lora_ready=q_lora_ready)
+            q, weights = self._forward_prepare_multi_stream(
+                **inputs, alt_streams=alt_streams, q_lora_ready=q_lora_ready
+            )
         else:
             quantized = q_lora_quant if q_lora.shape[0] == rows else None
-            prepared = self._forward_prepare_normal(**inputs, skip_compressor=skip_compressor, q_lora_quant=quantized)
+            q, weights = self._forward_prepare_normal(**inputs, skip_compressor=skip_compressor, q_lora_quant=quantized)
         if self.parts == {"indexer"}:
             self._announce()
-        self._score(*prepared, c4_indexer, forward_batch)
+        self._score(q, weights, c4_indexer, forward_batch)
 
     def _why_not_indexer(self, c4_indexer: Any) -> str:
         if c4_indexer.use_fp4_indexer:
