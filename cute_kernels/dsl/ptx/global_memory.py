@@ -82,11 +82,11 @@ def load_global_128_cached_in_order(address: Any) -> tuple[Any, Any, Any, Any]:
     )
 
 
-def load_global_64_in_order(address: Any) -> tuple[Any, Any]:
-    """sm_70 and up. 8 bytes that are read once, 8-byte aligned."""
-    return inline_ptx(
-        _in_order("v2.b32 {{$w0}, {$w1}}"), write_only_types=[Int32, Int32], read_only_args=[Int64(address)]
-    )
+def load_global_64_in_order(address: Any, is_shared: bool = False) -> tuple[Any, Any]:
+    """sm_70 and up. 8 bytes, 8-byte aligned; is_shared: other threads of the SM read them too, and they may come from
+    L1."""
+    load = _in_order("v2.b32 {{$w0}, {$w1}}", is_shared=is_shared)
+    return inline_ptx(load, write_only_types=[Int32, Int32], read_only_args=[Int64(address)])
 
 
 def load_global_s64_in_order(address: Any, is_shared: bool = False) -> Any:
