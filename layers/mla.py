@@ -322,6 +322,8 @@ class DeepseekV4MLAAttention(nn.Module):
             workspace=self._decode_workspace(q.device),
             q_norm=q_norm,
             output_quant=output_quant,
+            # but for picks, lists are the step's metadata
+            constant_lists=self.compress_ratio != 4,
             **extra,
         )
 

@@ -93,7 +93,7 @@ _decode = define_op(
     "sparse_mla_decode(Tensor q, Tensor k_cache, Tensor indices, Tensor? topk_length, Tensor? attn_sink, "
     "float softmax_scale, str kv_format, Tensor? extra_k_cache, Tensor? extra_indices, Tensor? extra_topk_length, "
     "Tensor? extra_block_table, Tensor? extra_length, str extra_kv_format, SymInt num_splits, SymInt split_tokens, "
-    "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, Tensor? q_squares, float q_norm_eps, "
+    "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, bool constant_lists, Tensor? q_squares, float q_norm_eps, "
     "Tensor? positions, Tensor? cos_sin_cache, Tensor(d!)? out_scale) -> ()",
     DecodeCall,
     check=_check_decode,
@@ -176,6 +176,7 @@ def sparse_mla_decode(
     lse: torch.Tensor | None = None,
     return_lse: bool = True,
     workspace: torch.Tensor | None = None,
+    constant_lists: bool = False,
     q_norm: tuple[torch.Tensor, float] | None = None,
     output_quant: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, Any]:
@@ -214,6 +215,10 @@ def sparse_mla_decode(
     workspace          uint8 or fp32, one dimension, contiguous, 16-byte aligned: scratch memory for splits of rows;
                        `sparse_mla_decode_workspace_size` bytes, or more, if num_splits or split_tokens is given;
                        mutated. None: allocated if rows may be split
+    constant_lists     True: the caller says that indices, block table and lengths were written before anything that may
+                       still run when this call is launched, which begins while the kernel ahead of it ends. A kernel
+                       may then read them before that. It holds for lists of a step's metadata, if the kernel that
+                       writes them lets no other begin before it has ended; not for what a top-k ahead has picked
     q_norm             (squares fp32 [T, h * 4], eps) with T = b * s_q: the queries are as `fp8_linear_squares` made
                        them, squares the sums that came with them. Their last 64 columns are first rotated by positions
                        and cos_sin_cache of output_quant and rounded to bf16; their norm, one factor for a head, comes
@@ -264,6 +269,7 @@ def sparse_mla_decode(
             out,
             lse,
             workspace,
+            constant_lists,
             *arguments.norm_arguments(q_norm, "sparse_mla_decode"),
             *arguments.quant_tensors(output_quant, "sparse_mla_decode"),
         )

@@ -17,8 +17,8 @@ from tests.helpers import check_op
 from tests.sparse_mla import model
 from tests.sparse_mla.model import BF16, FP8, INT_MAX, INT_MIN, SCALE, Pool
 
-NOT_QUANTIZED = (None, 0.0, None, None, None)
-"""positions, cos_sin_cache and out_scale of a call without output_quant."""
+NOT_QUANTIZED = (False, None, 0.0, None, None, None)
+"""constant_lists, q_squares, q_norm_eps, positions, cos_sin_cache and out_scale of a call without output_quant."""
 
 
 def expect(q, rows_of, scale=SCALE, sink=None):
