@@ -54,7 +54,7 @@ class DecodeKernelKey(KernelKey):
     """CTAs that a multiprocessor has at a time."""
 
     takes_constant_lists: ClassVar[bool] = False
-    """Whether it is told of lists that it may read before the kernel ahead has ended."""
+    """Whether it is told what of lists it may read before the kernel ahead has ended."""
 
 
 class DecodeArgs(NamedTuple):
@@ -77,7 +77,7 @@ class DecodeArgs(NamedTuple):
     split_tiles  tiles in a split, or 0: see schedule.split_range
     ctas         of the grid, at most
     constant_lists
-                 1: lists and their lengths may be read before the kernel ahead has ended; 0; or None, as the key says
+                 as the op's, or None, as the key says
     """
 
     q: cute.Tensor

@@ -240,7 +240,7 @@ class _Case:
             _poisoned((b, s_q, h, formats.HEAD_DIM), torch.float32 if self.partial else torch.bfloat16),
             torch.full((b, h, s_q), -777.0),
             workspace if size else None,
-            *(False, None, 0.0),
+            *(0, None, 0.0),
             *NOT_QUANTIZED,
         )
         return Example(name, arguments, _agree_decode)

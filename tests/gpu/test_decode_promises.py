@@ -190,8 +190,9 @@ LISTS = ("indices", "length", "extra_indices", "extra_length", "table", "visible
     ],
     ids=lambda shape: "-".join(map(str, shape.values())),
 )
+@pytest.mark.parametrize("constant", [1, 2])
 @pytest.mark.parametrize("second", SECOND)
-def test_constant_lists_are_those_of_the_launch_ahead(second: str, shape: dict[str, int]) -> None:
+def test_constant_lists_are_those_of_the_launch_ahead(second: str, constant: int, shape: dict[str, int]) -> None:
     """A kernel may read them before the one ahead of it has ended, if that one does not write them: between two calls
     come copies, which let nothing begin early, and between copies and the last call of each two another call."""
     same = {"second": second, "extra_rows": 2, "lengths": "bs", **shape}
@@ -209,10 +210,11 @@ def test_constant_lists_are_those_of_the_launch_ahead(second: str, shape: dict[s
     with torch.cuda.graph(graph):
         for variant, *results in zip(variants, *got, strict=True):
             for name in LISTS:
-                if (memory := getattr(given, name)) is not None:
-                    memory.copy_(getattr(variant, name))
+                if (values := getattr(variant, name)) is not None:
+                    getattr(given, name).copy_(values)
             for out, lse in results:
-                sparse_mla_decode(**given.arguments(), out=out, lse=lse, workspace=workspace, constant_lists=True)
+                memory = {"out": out, "lse": lse, "workspace": workspace}
+                sparse_mla_decode(**given.arguments(), **memory, constant_lists=constant)
     for _ in range(20):
         graph.replay()
         for results in got:

@@ -120,6 +120,7 @@ from cute_kernels.sparse_mla.params import (
     Query,
     TileScheduler,
     out_scale_of,
+    tiles_of,
 )
 
 # ---- producer
@@ -144,6 +145,8 @@ class Producer:
 
     config   DecodeKey or what else has heads, second, parts and has_two_formats: decode_swap_ab.py has its records
              copied by this role, too
+    constant_lists
+             as of DecodeArgs: if it is not 0, the role begins before the kernel ahead has ended
     """
 
     config: Any
@@ -155,14 +158,17 @@ class Producer:
     sources: KVSources
     thread: Any
     cursor: Any
+    constant_lists: Any = 0
 
     @cute.jit
     def run(self) -> None:
         """Fill the FP8 ring."""
         self.copy_lengths_async(self.scheduler.begin())
         self.enter(self.scheduler.begin(), Int32(0))
+        if const_expr(self.config.second != "none"):
+            self.wait_for_index()
         index = self.load_index()
-        # of constant lists all that came before; what is copied may be the kernel ahead's
+        # rows may be the kernel ahead's
         cute.arch.griddepcontrol_wait()
         number, ends = Int32(0), Int32(0)
         while ends < PING_PONG:
@@ -192,6 +198,13 @@ class Producer:
             number = number + 1
 
     @cute.jit
+    def wait_for_index(self) -> None:
+        """Wait for the kernel ahead, unless the next tile's list is a constant one."""
+        tile, _, tiles0, _ = ptx.load_shared_128(self.cursor)
+        if self.constant_lists < 2 and tile >= tiles0:
+            cute.arch.griddepcontrol_wait()
+
+    @cute.jit
     def enter(self, work_tile: Any, odd: Any) -> None:
         """Go to a work tile's first tile."""
         scheduler, sources = self.scheduler, self.sources
@@ -212,8 +225,8 @@ class Producer:
                     columns = columns * sources.extra_cache.rows.divisor
                 live1 = self.live(sources.extra_indices, columns, 52)
             self.prefetch_queries(queries, heads)
-            tiles0 = (live0 + (KEYS - 1)) // KEYS
-            tiles = tiles0 + (live1 + (KEYS - 1)) // KEYS
+            tiles0 = tiles_of(live0)
+            tiles = tiles0 + tiles_of(live1)
             tile, end = scheduler.tiles(split_idx, tiles)
             if end <= tile:
                 # nothing to attend to is a tile of skipped keys
@@ -232,7 +245,7 @@ class Producer:
     def prefetch_queries(self, queries: Any, heads: Any) -> None:
         """L2 has this CTA's part of the work tile's queries by the time they are wanted."""
         for line in cutlass.range(self.thread, heads * 4, 128, unroll=1):
-            ptx.prefetch_l2(queries + Int64(line // 4) * self.q.head + line % 4 * 128, None)
+            ptx.prefetch_l2(queries + Int64(line >> 2) * self.q.head + (line & 3) * 128, None)
 
     @cute.jit
     def copy_lengths_async(self, work_tile: Any) -> None:
@@ -825,7 +838,7 @@ class PvEpilogue:
 
 def pv_thread() -> Any:
     """The thread's number in the PV warpgroup, computed anew."""
-    return ptx.thread_again() - FIRST_PV_THREAD
+    return ptx.thread_again() & 127
 
 
 # ---- kernel
@@ -942,7 +955,7 @@ class DecodeKernel:
         else:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             cursor = smem.cursor + cute.arch.make_warp_uniform(thread % 128 // 32) * CURSOR
-            Producer(config, bars, smem, rank, scheduler, q, sources, thread % 128, cursor).run()
+            Producer(config, bars, smem, rank, scheduler, q, sources, thread % 128, cursor, constant_lists).run()
         # nobody leaves while the other CTA may still reach for its barriers
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
