@@ -163,8 +163,10 @@ class Producer:
     @cute.jit
     def run(self) -> None:
         """Fill the FP8 ring."""
-        self.copy_lengths_async(self.scheduler.begin())
-        self.enter(self.scheduler.begin(), Int32(0))
+        scheduler = self.scheduler
+        self.copy_lengths_async(scheduler.begin())
+        self.enter(scheduler.begin(), Int32(0))
+        self.copy_lengths_async(scheduler.after(scheduler.begin()))
         if const_expr(self.config.second != "none"):
             self.wait_for_index()
         index = self.load_index()
@@ -185,7 +187,7 @@ class Producer:
                 flags = Int32(END)
                 ends = ends + 1
             if tile == end - 1:
-                self.enter(self.scheduler.after(work_tile), odd ^ ODD)
+                self.enter(scheduler.after(work_tile), odd ^ ODD)
             else:
                 cute.arch.sync_warp()
                 ptx.store_shared_s32(self.cursor, tile + 1)
@@ -195,6 +197,8 @@ class Producer:
             index = self.load_index()
             header = flags | heads << HEADS_BIT, work_tile, low, high
             self.copy_tile_async(is_valid, source, header, number, is_first)
+            if flags & LAST != 0:
+                self.copy_lengths_async(scheduler.after(scheduler.after(work_tile)))
             number = number + 1
 
     @cute.jit
@@ -227,7 +231,9 @@ class Producer:
             self.prefetch_queries(queries, heads)
             tiles0 = tiles_of(live0)
             tiles = tiles0 + tiles_of(live1)
-            tile, end = scheduler.tiles(split_idx, tiles)
+            tile, end = Int32(0), tiles
+            if scheduler.splits.divisor != 1:
+                tile, end = scheduler.tiles(split_idx, tiles)
             if end <= tile:
                 # nothing to attend to is a tile of skipped keys
                 end = tile + 1
@@ -239,7 +245,6 @@ class Producer:
         ptx.store_shared_128(self.cursor + 32, (*ptx.halves(row0), *ptx.halves(row1)))
         ptx.store_shared_128(self.cursor + 48, (heads, Int32(0), *ptx.halves(queries)))
         cute.arch.sync_warp()
-        self.copy_lengths_async(scheduler.after(work_tile))
 
     @cute.jit
     def prefetch_queries(self, queries: Any, heads: Any) -> None:
