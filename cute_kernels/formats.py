@@ -416,6 +416,14 @@ INDEXER_FP8 = IndexerFp8Format()
 INDEXER_MXFP4 = IndexerMxfp4Format()
 INDEXER_MXFP4_WIDE = IndexerMxfp4Format(id="indexer_mxfp4_wide/1", row_elements=132)
 
+V41_KV_CACHES = {
+    "fp8_ds_mla": (FP8_DS_MLA, FP8_DS_MLA),
+    "fp8_ds_mla+nvfp4_v41": (FP8_DS_MLA, NVFP4_V41),
+    "mxfp8_v41": (MXFP8_V41, MXFP8_V41),
+    "mxfp8_v41+nvfp4_v41": (MXFP8_V41, NVFP4_V41),
+}
+"""What V4.1's layers may store, by name: formats of windows and of entries. The model's own is the last one."""
+
 FORMATS: dict[str, Any] = {
     f.id: f
     for f in (

@@ -29,7 +29,9 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -242,6 +244,19 @@ def host_cost(calls: Sequence[Call]) -> dict[str, Any]:
     }
 
 
+_keep: ContextVar[Callable[[dict[str, Any]], None] | None] = ContextVar("what takes each cell", default=None)
+
+
+@contextmanager
+def keep_cells(keep: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """In the block, `keep` gets every cell as soon as `compare` has measured it."""
+    token = _keep.set(keep)
+    try:
+        yield
+    finally:
+        _keep.reset(token)
+
+
 def compare(
     op: str,
     shape: Mapping[str, Any],
@@ -294,7 +309,11 @@ def compare(
             line["host"] = host_cost(public if line["name"] == OURS else calls[line["name"]])
     tensors = sum(isinstance(argument, torch.Tensor) for argument in sets[0].arguments())
     facts = {"bytes": cost.bytes, "flops": cost.flops, "products": products, "tensors": tensors}
-    return {"op": op, "shape": dict(shape), **facts, "between_us": round(between, 3), "rows": rows + missing}
+    cell = {"op": op, "shape": dict(shape), **facts, "between_us": round(between, 3), "rows": rows + missing}
+    keep = _keep.get()
+    if keep is not None:
+        keep(cell)
+    return cell
 
 
 def _attempt(right: Callable[[Call], bool], call: Call) -> tuple[bool, str]:

@@ -34,6 +34,7 @@ from cute_kernels.formats import (
     MXFP8_V41,
     NVFP4_V41,
     ROPE_DIM,
+    V41_KV_CACHES,
 )
 from cute_kernels.kv_cache import record
 from cute_kernels.models import ModelConfig, latent_ratios
@@ -218,7 +219,9 @@ class LatentStoreKey(KernelKey):
 
 
 def entry_keys(config: ModelConfig, tp: int, arch: str) -> list[LatentStoreKey]:
-    return [LatentStoreKey(arch, FP8_DS_MLA.id)] if latent_ratios(config) else []
+    """Of all formats that entries may have."""
+    entries = dict.fromkeys(fmt.id for _, fmt in V41_KV_CACHES.values()) if latent_ratios(config) else ()
+    return [LatentStoreKey(arch, fmt) for fmt in entries]
 
 
 def index_keys(config: ModelConfig, tp: int, arch: str) -> list[LatentStoreKey]:

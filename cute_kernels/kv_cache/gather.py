@@ -44,10 +44,10 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
-from cute_kernels.formats import FORMATS, FP8_DS_MLA, HEAD_DIM, NOPE_DIM, NVFP4_V41
+from cute_kernels.formats import FORMATS, FP8_DS_MLA, HEAD_DIM, NOPE_DIM, NVFP4_V41, V41_KV_CACHES
 from cute_kernels.kv_cache import record
 from cute_kernels.kv_cache.call import GatherCall
-from cute_kernels.models import ModelConfig
+from cute_kernels.models import ModelConfig, latent_ratios
 from cute_kernels.runtime.arch import arch_number, arch_of, multiprocessors
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
@@ -521,9 +521,12 @@ def key_for(arch: str, kv_format: str, gathered: bool, is_bulk: bool) -> GatherK
 
 def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[GatherKey | GatherBulkKey]:
     """Prefill gathers the tail of the window and, in layers with compressed entries, all of those; few rows or many."""
-    number = arch_number(arch)
-    forms = (False, True) if number >= BULK_ARCH else (False,)
-    return [key_for(arch, FP8_DS_MLA.id, gathered, is_bulk) for gathered in (True, False) for is_bulk in forms]
+    forms = (False, True) if arch_number(arch) >= BULK_ARCH else (False,)
+    kinds = [(FP8_DS_MLA.id, is_bulk) for is_bulk in forms]
+    if latent_ratios(config):
+        pairs = V41_KV_CACHES.values()
+        kinds += dict.fromkeys((fmt.id, False) for pair in pairs for fmt in pair if fmt != FP8_DS_MLA)
+    return [key_for(arch, fmt, gathered, is_bulk) for gathered in (True, False) for fmt, is_bulk in kinds]
 
 
 @cache

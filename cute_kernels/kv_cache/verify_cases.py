@@ -216,9 +216,16 @@ def _examples(fmt: Any) -> Iterator[Example]:
     yield Example("queries rotated only", _arguments(fmt, 60, 5, 64, 0, 60, norm=False, use_pdl=True))
 
 
+def _quant_inserts() -> Iterator[Example]:
+    """Into records of V4's windows, and of V4.1's, whose queries have no norm."""
+    yield from _examples(formats.FP8_DS_MLA)
+    arguments = _arguments(MXFP8_V41, 70, 13, 3, 528, 61, norm=False, use_pdl=True)
+    yield Example("V4.1's own records", arguments, partial(agree_but_for_queries, 0))
+
+
 _NAME = "fused_deepseek_v4_qnorm_rope_kv_rope_"
 _QNORM_EXAMPLES: dict[str, Callable[[], Iterator[Example]]] = {
-    f"{_NAME}quant_insert": partial(_examples, formats.FP8_DS_MLA),
+    f"{_NAME}quant_insert": _quant_inserts,
     f"{_NAME}full_cache_bf16_insert": partial(_examples, formats.PLAIN_BF16),
     f"{_NAME}full_cache_fp8_insert": partial(_examples, formats.PLAIN_FP8),
 }

@@ -5,7 +5,7 @@
     decode   hopper/decode                    sm_90a            17 and more    fp8_ds_mla
                                                                 1 to 16                      few rows, below
              hopper/decode_swap_ab            sm_90a            1 to 16        V4.1's        whole, no block table
-             hopper/decode                    sm_90a            all            V4.1's        all others, no block table
+             hopper/decode                    sm_90a            all            V4.1's        all others
              mma_sync/decode_small_heads      sm_90a            1 to 16        fp8_ds_mla    all others
                                               sm_100a, sm_103a                               blackwell/ may not run
              blackwell/decode                 sm_100a, sm_103a  1 to 64        fp8_ds_mla    gathered, trusted
@@ -48,7 +48,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, MXFP8_V41, NVFP4_V41, PLAIN_BF16, PLAIN_FP8
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, MXFP8_V41, NVFP4_V41, PLAIN_BF16, PLAIN_FP8, V41_KV_CACHES
 from cute_kernels.models import ModelConfig, latent_ratios
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
@@ -142,11 +142,11 @@ def decode_key(
 
 def takes_swap_ab(call: DecodeCall) -> bool:
     """Whether rows of a call go to decode_swap_ab, few ones aside: few heads over V4.1's own records, in one split
-    each; bf16 results, and rows of q and out equally far apart."""
+    each, the extra one by slots; bf16 results, and rows of q and out equally far apart."""
     index = call.q.device.index
     if call.q.shape[2] > MOST_NORMED_HEADS or not is_v41(call.formats) or arch_of(index) != HOPPER:
         return False
-    if call.is_quantized or call.out.element_size() != 2 or call.split_tokens:
+    if call.extra == "dense" or call.is_quantized or call.out.element_size() != 2 or call.split_tokens:
         return False
     tokens = call.q.shape[1]
     is_even = all(
@@ -165,11 +165,10 @@ def why_not_formats_of_decode(call: DecodeCall) -> str:
     if not is_v41(call.formats):
         return ""
     arch = arch_of(call.q.device.index)
-    if arch != HOPPER or call.extra == "dense" or PLAIN_BF16.id in call.formats:
-        named = " with extra_block_table" if call.extra == "dense" else ""
+    if arch != HOPPER or PLAIN_BF16.id in call.formats:
         return (
-            f"caches of {' and '.join(V41_FORMATS)} are supported on {HOPPER}, beside {FP8_DS_MLA.id} or each other, "
-            f"with extra_indices; got {arch} with {' and '.join(call.formats)}{named}"
+            f"caches of {' and '.join(V41_FORMATS)} are supported on {HOPPER}, beside {FP8_DS_MLA.id} or each other; "
+            f"got {arch} with {' and '.join(call.formats)}"
         )
     return ""
 
@@ -267,8 +266,22 @@ def decode_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
             variants += [(True, False, True), (False, True, True)]
         for (fp32, *variant), extra, few in itertools.product(variants, extras, (False, True)):
             keys[decode_variant(decode_key(arch, heads, extra, fp32, fmt, fmt, few), *variant)] = None
+        if latent_ratios(config):
+            keys |= dict.fromkeys(v41_decode_keys(arch, heads))
         keys |= dict.fromkeys(decode_variant(key, False, False, dealt=True) for key in tuple(keys))
     return [*keys, *combine.deployment_keys(config, tp, arch)]
+
+
+def v41_decode_keys(arch: str, heads: int) -> list[DecodeKernelKey]:
+    """Over records of V4.1's own: of a window alone, and of a window and picks."""
+    keys: list[DecodeKernelKey] = []
+    for window, entries in V41_KV_CACHES.values():
+        for extra, formats in (("none", (window.id, window.id)), ("listed", (window.id, entries.id))):
+            if is_v41(formats):
+                keys += [decode_key(arch, heads, extra, fp32, *formats) for fp32 in (False, True)]
+                if heads <= MOST_NORMED_HEADS:
+                    keys.append(DecodeSwapAbKey(arch, heads_of_group(heads), extra, *formats))
+    return keys
 
 
 # ---- prefill

@@ -49,6 +49,17 @@ def test_decode(heads: int, first: str, second: str) -> None:
     check(make(4, heads=heads, kv_format=MXFP8, lengths="b"))
 
 
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+@pytest.mark.parametrize("heads", [8, 64])
+def test_block_tables(heads: int, first: str, second: str) -> None:
+    """Every entry of a request's pages, of which some are no pages; odd pages, lengths around tiles, rows in splits."""
+    both: dict[str, Any] = {"kv_format": first, "extra_format": second, "second": "dense", "heads": heads}
+    for b, s_q, rows, extra_rows, splits in ((5, 1, 64, 32, {"num_splits": 1}), (3, 2, 7, 5, {"num_splits": 3})):
+        sizes: dict[str, Any] = {"rows": rows, "extra_rows": extra_rows, "extra_topk": 200 + b, "seed": b}
+        check(make(b, s_q, **sizes, **both, lengths="bs", **splits))
+    check(make(70, extra_topk=130, extra_rows=64, **both))
+
+
 @pytest.mark.parametrize("second", [NVFP4, MXFP8])
 def test_rows_are_what_their_bytes_say(second: str) -> None:
     """One key a row: the result is the record, whatever its scales are; a NaN in it reaches no other row."""
@@ -90,9 +101,6 @@ def test_same_rows_in_another_format() -> None:
 
 
 def test_what_has_no_kernel_says_so() -> None:
-    call = make(2, second="dense", extra_format=NVFP4)
-    with pytest.raises(NotImplementedError, match=r"mxfp8_v41/1 and nvfp4_v41/1 are supported on sm_90a"):
-        run(call)
     with pytest.raises(NotImplementedError, match="beside fp8_ds_mla/1"):
         run(make(2, second="listed", extra_format=NVFP4, kv_format=BF16))
 

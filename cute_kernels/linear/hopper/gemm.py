@@ -273,27 +273,57 @@ class Scales(NamedTuple):
         return [cute.arch.shuffle_sync(self.factors[i], number, mask_and_clamp=WITHIN_QUAD) for i in range(count)]
 
 
-class TileScheduler(NamedTuple):
-    """The work tiles of a CTA: numbers first, first + step ... below `end`, by rows within a band, then columns, then
-    bands, then groups; and its chunks of K."""
+class TileGrid(NamedTuple):
+    """The work tiles of a call, counted by rows within a band of tiles, then columns, then bands, then groups. Made on
+    the host, whose divisors take a CTA a few instructions each, not a division.
 
-    first: Any
-    end: Any
-    step: Any
+    count       of all of them
+    row_tiles   of a group
+    group       how many a group has
+    band        how many a band has that is whole
+    last_band   rows of tiles of the last band
+    """
+
+    count: Any
     row_tiles: Any
-    column_tiles: Any
+    group: Any
     band: Any
+    last_band: Any
+
+    @classmethod
+    def of(cls, out: Any, rows: int, columns: int) -> TileGrid:
+        """Of results [rows, groups, columns]. On the host's side of the launch."""
+        divisor, height = cute.fast_divmod_create_divisor_v2, BAND_ROWS // rows
+        row_tiles, column_tiles = cute.ceil_div(length(out, 0), rows), cute.ceil_div(length(out, 2), columns)
+        per_group = row_tiles * column_tiles
+        return cls(
+            length(out, 1) * per_group,
+            row_tiles,
+            divisor(per_group),
+            divisor(height * column_tiles),
+            divisor((row_tiles - 1) % height + 1),
+        )
+
+    @cute.jit
+    def coords(self, number: Any, rows: cutlass.Constexpr) -> tuple[Any, Any, Any]:
+        """Group, tile of so many rows and tile of columns."""
+        height = const_expr(BAND_ROWS // rows)
+        group, number = divmod(number, self.group)
+        band, number = divmod(number, self.band)
+        column, row = divmod(number, self.last_band)
+        if (band + 1) * height <= self.row_tiles:
+            column, row = number // height, number % height
+        return group, band * height + row, column
+
+
+class TileScheduler(NamedTuple):
+    """The work tiles of a CTA: of `tiles` numbers first, first + step ... below the end; and its chunks of K."""
+
+    tiles: TileGrid
+    first: Any
+    step: Any
     first_chunk: Any
     chunks: Any
-
-    def coords(self, number: Any) -> tuple[Any, Any, Any]:
-        """Group, tile of rows and tile of columns."""
-        tiles = self.row_tiles * self.column_tiles
-        group, number = number // tiles, number % tiles
-        first_row = number // (self.band * self.column_tiles) * self.band
-        height = cutlass.min(self.row_tiles - first_row, self.band)
-        number -= first_row * self.column_tiles
-        return group, first_row + number % height, number // height
 
 
 class GemmKernel:
@@ -346,8 +376,8 @@ class GemmKernel:
             Strided.of(out),
             *result_scale,
             length(out, 0),
-            length(out, 1),
             length(out, 2),
+            TileGrid.of(out, self.rows, self.columns),
             cute.ceil_div(length(a, 2), self.chunk),
             Int32(use_pdl),
             squares,
@@ -355,7 +385,8 @@ class GemmKernel:
         kernel.launch(
             grid=[ctas, 1, 1],
             block=[self.key.threads, 1, 1],
-            cluster=[self.splits, 1, 1],
+            # a cluster of one CTA takes longer to start than none
+            cluster=[self.splits, 1, 1] if const_expr(self.splits > 1) else None,
             min_blocks_per_mp=self.key.ctas_per_multiprocessor,
             preferred_smem_carveout=100,
             stream=stream,
@@ -412,21 +443,21 @@ class GemmKernel:
     @cute.jit
     def produce(self, work: Any, ring: Any, a: Any, b: Any, is_dependent: Any) -> None:
         """Fill the ring with the chunks of all work tiles. By one warp."""
-        tile = work.coords(work.first)
+        tile = work.tiles.coords(work.first, self.rows)
         # b is a constant operand: a dependent's is on its way before the kernel ahead has ended. Where there is none to
         # wait for, chunks come one after the other: the first one's rows would queue behind all of b
         ahead = cutlass.min(work.chunks, Int32(self.stages) if is_dependent != 0 else Int32(1))
-        if work.first < work.end:
+        if work.first < work.tiles.count:
             for chunk in cutlass.range(ahead, unroll=1):
                 self.load_b(b, tile, work.first_chunk + chunk, chunk, ring.full(chunk))
         cute.arch.griddepcontrol_wait()
-        if work.first < work.end:
+        if work.first < work.tiles.count:
             for chunk in cutlass.range(ahead, unroll=1):
                 self.load_a(a, tile, work.first_chunk + chunk, chunk, ring.full(chunk))
         stage, phase = ahead % self.stages, ahead // self.stages
         first_chunk = ahead
-        for number in cutlass.range(work.first, work.end, work.step, unroll=1):
-            tile = work.coords(number)
+        for number in cutlass.range(work.first, work.tiles.count, work.step, unroll=1):
+            tile = work.tiles.coords(number, self.rows)
             for chunk in cutlass.range(first_chunk, work.chunks, 1, unroll=1):
                 ring.wait_empty(stage, phase)
                 full = ring.full(stage)
@@ -745,8 +776,8 @@ class GemmKernel:
         scale_row: Int64,
         padded_rows: Int32,
         rows: Int32,
-        groups: Int32,
         columns: Int32,
+        tiles: TileGrid,
         chunks: Int32,
         is_dependent: Int32,
         squares: Any,
@@ -795,18 +826,9 @@ class GemmKernel:
             cute.arch.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_launch_dependents()
 
-        row_tiles, column_tiles = cute.ceil_div(rows, self.rows), cute.ceil_div(columns, self.columns)
         first_chunk = rank * chunks // self.splits
-        work = TileScheduler(
-            cta // self.splits,
-            groups * row_tiles * column_tiles,
-            ctas // self.splits,
-            row_tiles,
-            column_tiles,
-            BAND_ROWS // self.rows,
-            first_chunk,
-            (rank + 1) * chunks // self.splits - first_chunk,
-        )
+        end_chunk = (rank + 1) * chunks // self.splits
+        work = TileScheduler(tiles, cta // self.splits, ctas // self.splits, first_chunk, end_chunk - first_chunk)
         wgmma.accumulate(mma_more)
         if warp >= self.warpgroups * 4:
             if const_expr(self.warpgroups > 1):
@@ -829,25 +851,25 @@ class GemmKernel:
             late = Int32(-1)
             if const_expr(self.key.lag > 0):
                 # a single work tile has none behind it to multiply while its results are stored
-                has_more = work.first + work.step < work.end
+                has_more = work.first + work.step < work.tiles.count
                 if has_more and consumer == 0:
                     late = cutlass.min(Int32(self.key.lag), work.chunks // self.depth - 1)
                 elif has_more:
                     cute.arch.barrier(barrier_id=START, number_of_threads=2 * wgmma.WARPGROUP)
             scales: Any = None
             own_row = thread // WARP * 16 + lane // 4
-            tile = work.coords(work.first)
+            tile = work.tiles.coords(work.first, self.rows)
             if const_expr(self.is_fp8):
                 scales = Scales.of_rows(a_scale, b_scale, 2 * self.waves)
                 cute.arch.griddepcontrol_wait()
-                if work.chunks > 0 and work.first < work.end:
+                if work.chunks > 0 and work.first < work.tiles.count:
                     self.start_scales(scales, work, tile, own_row, rows, columns)
-            for number in cutlass.range(work.first, work.end, work.step, unroll=1):
-                following = work.coords(number + work.step)
+            for number in cutlass.range(work.first, work.tiles.count, work.step, unroll=1):
+                following = work.tiles.coords(number + work.step, self.rows)
                 if const_expr(self.is_fp8):
                     place = self.consume((mma, mma_more), ring, operands, scales, totals, place, work, late)
                     late = Int32(-1)
-                    if work.chunks > 0 and number + work.step < work.end:
+                    if work.chunks > 0 and number + work.step < work.tiles.count:
                         self.start_scales(scales, work, following, own_row, rows, columns)
                 else:
                     place = self.consume_bf16((mma, mma_more), ring, operands, totals[0], place, work.chunks)

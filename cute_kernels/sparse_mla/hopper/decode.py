@@ -980,7 +980,7 @@ class DecodeKey(DecodeKernelKey):
     raw         queries are normed and rotated, see params.QueryNorm; with out_fp32 or quantized
     dealt       work tiles of unequal length are dealt by the planner; with a second list
     format0     record format of the first cache, fp8_ds_mla/1 or mxfp8_v41/1
-    format1     of the second one, or nvfp4_v41/1; listed, or format0
+    format1     of the second one, or nvfp4_v41/1
     """
 
     kernel_name: ClassVar[str] = "sparse_mla.hopper.decode"
