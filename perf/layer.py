@@ -59,10 +59,6 @@ LAYERS = 3
 MOST_LAYERS = 12
 """Of a chain: of all heads so many, of a rank's share more, as it takes more of them to pass through L2."""
 
-TARGET_US = 3000.0
-"""Of a replay, if layers were as fast as memory and tensor cores. What a replay costs beside its layers, 20 to 29 us
-(its launch, and code that L2 has lost), is less than 0.5% of it then."""
-
 KINDS = {"swa": 1, "c4a": 4, "c128a": 128}
 MODEL = "model"
 """Kind of the cells that are a step of a whole model."""
@@ -533,11 +529,12 @@ def measure(
     candidates = {OURS: step.calls()}
     candidates |= {name: peer.calls() for name, peer in peers.items() if not isinstance(peer, str)}
     failures: dict[str, str] = {}
-    timings = time_graphs(candidates, work.bytes, replays, TARGET_US, failures, work.flops)
+    options: Any = {"flops_per_set": work.flops, "queued": True}
+    timings = time_graphs(candidates, work.bytes, replays, failures=failures, **options)
     if OURS in failures:
         raise RuntimeError(f"{case.name}: cannot be captured in a graph: {failures[OURS]}")
     timed = {name: candidates[name] for name in timings}
-    apart, between = time_apart(timed, work.bytes, replays, flops_per_set=work.flops)
+    apart, between = time_apart(timed, work.bytes, replays, **options)
     host, whole = eager_us(step)
     metadata_host, metadata = metadata_us(step)
     shape = {

@@ -52,6 +52,9 @@ COLD_BYTES = 3 * L2_BYTES
 MOST_SETS = 256
 LEAST_REPLAYS = 15
 
+WAIT_CYCLES = 3000
+"""Of a GPU that waits for the host, for a microsecond that the host took the last time: half as long again at 2 GHz."""
+
 HOST_CALLS = 200
 """Calls per host timing: below the 1024 launches that may wait for a GPU."""
 
@@ -118,11 +121,14 @@ def time_graphs(
     target_us: float = 1500.0,
     failures: dict[str, str] | None = None,
     flops_per_set: float = 0.0,
+    queued: bool = False,
 ) -> dict[str, Timing]:
     """Times of all candidates, measured in turns. Each is a list of calls, one per input set.
 
     target_us   of a replay, if calls were as fast as memory and tensor cores
     failures    takes name -> reason for each candidate that cannot be captured in a graph; without it that raises
+    queued      the GPU waits ahead of a replay until the host has launched the whole graph: else calls of many short
+                kernels are charged with some of that, which grows with their number
     """
     scrub = torch.ones(int(cold_bytes()) // 4 + 1, dtype=torch.float32, device="cuda")
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
@@ -134,12 +140,17 @@ def time_graphs(
                 raise
             failures[name] = f"{type(error).__name__}: {error}"
     times: dict[str, list[float]] = {name: [] for name in graphs}
+    host_us = dict.fromkeys(graphs, 0.0)
     for _ in range(replays + 1):
         for name, (graph, count) in graphs.items():
             scrub.sum()
+            if queued:
+                torch.cuda._sleep(round(host_us[name] * WAIT_CYCLES))
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
+            begin = time.perf_counter()
             graph.replay()
+            host_us[name] = (time.perf_counter() - begin) * 1e6
             stop.record()
             stop.synchronize()
             times[name].append(start.elapsed_time(stop) * 1e3 / count)
@@ -150,9 +161,14 @@ BETWEEN = "between"
 
 
 def time_apart(
-    candidates: Mapping[str, Sequence[Call]], bytes_per_set: float, replays: int = 21, flops_per_set: float = 0.0
+    candidates: Mapping[str, Sequence[Call]],
+    bytes_per_set: float,
+    replays: int = 21,
+    flops_per_set: float = 0.0,
+    queued: bool = False,
 ) -> tuple[dict[str, float], float]:
     """(microseconds per call of all candidates with a short kernel ahead of each call, that kernel's own subtracted).
+    queued: as of `time_graphs`.
 
     The graph of short kernels alone has as many of them as the others: what a replay itself costs is subtracted too.
     """
@@ -165,7 +181,7 @@ def time_apart(
 
     apart = {name: [partial(behind, call) for call in calls] for name, calls in candidates.items()}
     alone = {BETWEEN: [between] * max(map(len, candidates.values()))}
-    timings = time_graphs({**alone, **apart}, bytes_per_set, replays, flops_per_set=flops_per_set)
+    timings = time_graphs({**alone, **apart}, bytes_per_set, replays, flops_per_set=flops_per_set, queued=queued)
     own = timings.pop(BETWEEN).median
     return {name: timing.median - own for name, timing in timings.items()}, own
 

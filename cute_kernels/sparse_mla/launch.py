@@ -123,6 +123,7 @@ def launch_decode(call: DecodeCall) -> None:
         splits,
         split_tiles,
         grid,
+        *((call.constant_lists,) if key.takes_constant_lists else ()),
     )
     if is_combined and call.is_quantized:
         combine.launch_quantized(out, lse, call.attn_sink, call.quant, call.lse)

@@ -240,7 +240,7 @@ class _Case:
             _poisoned((b, s_q, h, formats.HEAD_DIM), torch.float32 if self.partial else torch.bfloat16),
             torch.full((b, h, s_q), -777.0),
             workspace if size else None,
-            *(None, 0.0),
+            *(0, None, 0.0),
             *NOT_QUANTIZED,
         )
         return Example(name, arguments, _agree_decode)
@@ -330,7 +330,7 @@ def _decode(cases: dict[str, _Case]) -> Iterator[Example]:
             as_codes = quantized(example, 15)
             yield as_codes
             if case.heads > 16:
-                yield _of_raw_queries(as_codes, 18)
+                yield _of_raw_queries(as_codes, 19)
 
 
 def merge() -> Iterator[Example]:

@@ -47,7 +47,8 @@ class Launches:
         combine._key.cache_clear()
 
     def keep(self, key: Any, device_index: Any, *args: Any) -> None:
-        self.decodes.append((key, dict(zip(NAMES, args, strict=True))))
+        names = (*NAMES, "constant_lists") if key.takes_constant_lists else NAMES
+        self.decodes.append((key, dict(zip(names, args, strict=True))))
 
     def run(self, **changes: Any) -> dict[str, Any]:
         args = arguments(**{"extra_k_cache": arguments(kv_format=FP8)["k_cache"], "extra_kv_format": FP8, **changes})

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, range_constexpr
 
-from cute_kernels.dsl import convert, ptx
+from cute_kernels.dsl import barriers, convert, ptx
 from cute_kernels.formats import MXFP8_V41, NVFP4_V41
 from cute_kernels.sparse_mla.hopper.decode_smem import (
     END,
@@ -21,7 +21,6 @@ from cute_kernels.sparse_mla.hopper.decode_smem import (
     HEADER,
     HEADERS,
     KV_STAGE_BYTES,
-    KV_STAGES,
     LAST_SLAB,
     PARTS,
     PING_PONG,
@@ -202,19 +201,20 @@ class Dequantizer:
         fp8_stages = [2 * self.warpgroup, 2 * self.warpgroup + 1]
         tile, flags = self.warpgroup, Int32(0)
         while flags & END == 0:
+            header_at = smem.header + (tile & HEADERS - 1) * HEADER
+            _, phase = barriers.place(tile, PING_PONG)
             for piece in range_constexpr(2):
-                bars.fp8.wait_full(fp8_stages[piece], tile // PING_PONG & 1)
+                bars.fp8.wait_full(fp8_stages[piece], phase)
                 is_extra = False
                 if const_expr(self.has_two):
-                    is_extra = ptx.load_shared_s32(smem.header + tile % HEADERS * HEADER) & EXTRA != 0
+                    is_extra = ptx.load_shared_s32(header_at) & EXTRA != 0
                 places = raw_at, scale_at, row, member
                 if is_extra:
                     self.load(self.parts[1], raw, exact, piece, fp8_stages[piece], *places)
                 else:
                     self.load(self.parts[0], raw, exact, piece, fp8_stages[piece], *places)
-            stage = tile % KV_STAGES
-            header_at = smem.header + tile % HEADERS * HEADER
-            bars.kv.wait_empty(stage, tile // KV_STAGES & 1)
+            stage, phase = bars.kv.place(tile)
+            bars.kv.wait_empty(stage, phase)
             flags = ptx.load_shared_s32(header_at)
             if flags & END == 0:
                 skipped = [ptx.load_shared_s32(header_at + 16 + (warp // 2 + 2 * piece) * 4) for piece in range(2)]
