@@ -30,7 +30,7 @@ from perf import compiled, plots, report
 from perf.compare import Change, compare
 from perf.peers import PeerMissing, missing_allowed
 from perf.records import LEAST_REPLAYS, Record, RecordError, collect, load, parse, to_text, usable
-from perf.targets import losses
+from perf.targets import LAYERS, losses
 
 PROGRAM = "python -m perf"
 ROOT = Path(__file__).parent.parent
@@ -137,13 +137,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="measure whole attention layers in CUDA graphs and eagerly",
         description="Measure whole attention layers: GPU time in a CUDA graph, host time of an eager layer, launches.",
     )
+    layer.add_argument("--model", choices=("v4", "v4.1-flash"), default="v4", help="V4's models, or V4.1 (v4)")
     layer.add_argument("--full", action="store_true", help="many more batch sizes, contexts and ranks")
     layer.add_argument("--peers", action="store_true", help="other projects' kernels too")
     layer.add_argument("--allow-missing-peers", action="store_true", help=ALLOW_MISSING)
     layer.add_argument("--only", metavar="REGEX", help="cells whose name this finds; not for the report")
     layer.add_argument("--replays", type=int, default=REPLAYS, metavar="N", help=f"graph replays per cell ({REPLAYS})")
     layer.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="begin no cell after so long")
-    layer.add_argument("--json", type=Path, metavar="OUT", help="file for the record, or folder for layer.json")
+    layer.add_argument("--json", type=Path, metavar="OUT", help="file for the record, or folder for a file of its name")
     layer.add_argument("--ceilings", type=Path, metavar="FILE", help="as of sweep")
 
     engines = commands.add_parser(
@@ -175,8 +176,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="what the records say of an op; no GPU needed",
         description="Times of an op's cells and of its peers, from perf/results.",
     )
-    others = ("layer", "engines")
-    shown.add_argument("op", choices=sorted([*MODULES, *others]), metavar="OP", help="name of an op, layer or engines")
+    others = (*LAYERS, "engines")
+    shown.add_argument(
+        "op", choices=sorted([*MODULES, *others]), metavar="OP", help="name of an op, of layers or engines"
+    )
     shown.add_argument("case", nargs="?", metavar="CASE", help="cells whose name this regular expression finds (all)")
     shown.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="repository with the records (this one)")
 
@@ -386,15 +389,20 @@ def _print_record(record: Record) -> None:
 def measure_layers(options: argparse.Namespace) -> int:
     import torch
 
-    from perf import ceilings, layer
+    from perf import ceilings, layer, layer_v41
     from perf.conditions import watch
     from perf.measure import cold_bytes, environment
     from perf.records import SCHEMA
 
+    is_v41 = options.model == layer_v41.MODEL
+    op = layer_v41.OP if is_v41 else layer.OP
+    if is_v41 and options.peers:
+        raise Refusal("--peers: nobody's kernels make whole layers of V4.1 here")
     if options.replays < LEAST_REPLAYS:
         raise Refusal(f"--replays: expected at least {LEAST_REPLAYS}, got {options.replays}")
     try:
-        wanted = [case for case in layer.cases(options.full) if re.search(options.only or "", case.name)]
+        every = (layer_v41 if is_v41 else layer).cases(options.full)
+        wanted = [case for case in every if re.search(options.only or "", case.name)]
     except re.error as error:
         raise Refusal(f"--only: {options.only!r} is no regular expression: {error}") from error
     if not wanted:
@@ -439,17 +447,17 @@ def measure_layers(options: argparse.Namespace) -> int:
             cells, left_out, is_cut = layer.sweep(wanted, options.replays, options.budget, roofs, note, options.peers)
     except BaseException:
         if options.json is not None and measured:  # GPU time is dear: what was measured can still be looked at
-            path = _record_path(options.json, layer.OP).with_suffix(".rejected.json")
+            path = _record_path(options.json, op).with_suffix(".rejected.json")
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(to_text({"schema": SCHEMA, "op": layer.OP, **machine, "records": measured}))
+            path.write_text(to_text({"schema": SCHEMA, "op": op, **machine, "records": measured}))
         raise
     ceilings.add_percentages(cells, known)
     is_partial = options.full or options.only is not None or is_cut
     machine |= {"conditions": conditions}
     facts = {"partial": is_partial, "cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
-    record = {"schema": SCHEMA, "op": layer.OP, **machine, **facts, "left_out": left_out, "records": cells}
+    record = {"schema": SCHEMA, "op": op, **machine, **facts, "left_out": left_out, "records": cells}
     if options.json is not None and cells:
-        _write_record(record, _record_path(options.json, layer.OP))
+        _write_record(record, _record_path(options.json, op))
     return 0 if cells else 1
 
 
