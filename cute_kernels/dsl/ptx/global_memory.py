@@ -251,6 +251,12 @@ def store_global_8(address: Any, word: Any, predicate: Any = None) -> None:
     inline_ptx("st.global.b8 [{$r0}], {$r1};", read_only_args=[Int64(address), Int32(word)], predicate=predicate)
 
 
-def store_global_f32(address: Any, value: Any, predicate: Any = None) -> None:
-    """sm_70 and up. An fp32; where there is a predicate and it is false, nothing happens."""
-    inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[Int64(address), Float32(value)], predicate=predicate)
+def store_global_f32(address: Any, value: Any, predicate: Any = None, policy: Any = None) -> None:
+    """sm_70 and up, with a policy of L2 sm_80 and up. An fp32; where there is a predicate and it is false, nothing
+    happens."""
+    hint, last = ("", "") if policy is None else (".L2::cache_hint", ", {$r2}")
+    inline_ptx(
+        f"st.global{hint}.f32 [{{$r0}}], {{$r1}}{last};",
+        read_only_args=[Int64(address), Float32(value), *([] if policy is None else [Int64(policy)])],
+        predicate=predicate,
+    )
