@@ -31,6 +31,7 @@ loaded of meet in a bank. perf/notes/prefill_mixed.md has why.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -42,6 +43,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers, mma_sync, ptx
 from cute_kernels.dsl.entry import entry_point
+from cute_kernels.dsl.reduce import pairwise
 from cute_kernels.dsl.tensor import length
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.runtime.compile import KernelKey
@@ -159,7 +161,7 @@ class Producer:
             cute.arch.sync_warp()
             place, flags = loader.next_rows()
             bars.kv.wait_empty(stage, phase)
-            store_header(loader, smem.header + stage * HEADER, place, flags)
+            store_header(loader, smem.header, stage, place, flags)
             self.copy_rows_async(place, flags, stage)
             arrive_full(bars.kv.full(stage))
             loader.copy_next_indices_async()
@@ -220,26 +222,41 @@ class QkSoftmax:
             row_max = [Float32(NEG_MAX) for _ in config.own_heads]
             max_logit = [Float32(-Float32.inf) for _ in config.own_heads]
             row_sum = [Float32(0.0) for _ in config.own_heads]
-            flags = Int32(0)
+
+            bars.kv.wait_full(stage, phase)
+            valid, flags = self.load_header(stage)
+            sums = self.no_sums()
+            for slab in range_constexpr(SLABS):
+                sums = self.multiply(sums, held, stage, slab)
+            columns.take_scores(self.total(sums), scores, valid)
+            stage, phase = barriers.advance(stage, phase, KV_STAGES)
             while flags & LAST == 0:
-                bars.kv.wait_full(stage, phase)
-                sums = self.multiply(held, smem.kv + stage * KV_STAGE_BYTES)
-                header_at = smem.header + stage * HEADER
-                valid = ptx.load_shared_64(header_at + columns.warp * 8)
-                flags = ptx.load_shared_s32(header_at + FLAGS_AT)
-                logit = Int32(0)
-                if (columns.sink != 0) & (flags & LAST != 0):
-                    sink_at = columns.sink + Int64(columns.thread) * 4
-                    logit = ptx.load_global_s32_where(columns.thread < q.heads, sink_at)
-                columns.take_scores(sums, scores, valid)
                 buffer = tile % P_STAGES
+                factors, has_factors, row_max, max_logit = columns.move_max(scores, scale, row_max, max_logit, buffer)
                 bars.p.wait_empty(buffer, tile // P_STAGES & 1)
-                row_max, max_logit, row_sum = columns.softmax(scores, scale, row_max, max_logit, row_sum, flags, buffer)
-                if flags & LAST != 0:
-                    columns.finish(row_sum, max_logit, row_max, work_tile, logit, buffer)
+                bars.kv.wait_full(stage, phase)
+                # P of this tile becomes while the next one is multiplied
+                own_flags = flags
+                valid, flags = self.load_header(stage)
+                sums = self.multiply(self.no_sums(), held, stage, 0)
+                row_sum = columns.weigh(scores, scale, row_max, row_sum, factors, has_factors, own_flags, buffer)
+                sums = self.multiply(sums, held, stage, 1)
                 columns.publish_p(buffer)
+                for slab in range_constexpr(2, SLABS):
+                    sums = self.multiply(sums, held, stage, slab)
+                columns.take_scores(self.total(sums), scores, valid)
                 stage, phase = barriers.advance(stage, phase, KV_STAGES)
                 tile = tile + 1
+
+            buffer = tile % P_STAGES
+            logit = Int32(0)
+            if columns.sink != 0:
+                logit = ptx.load_global_s32_where(columns.thread < q.heads, columns.sink + Int64(columns.thread) * 4)
+            bars.p.wait_empty(buffer, tile // P_STAGES & 1)
+            row_max, max_logit, row_sum = columns.softmax(scores, scale, row_max, max_logit, row_sum, flags, buffer)
+            columns.finish(row_sum, max_logit, row_max, work_tile, logit, buffer)
+            columns.publish_p(buffer)
+            tile = tile + 1
             work_tile, number = work_tile + scheduler.step, number + 1
         # no lane ends with copies under way
         cute.arch.cp_async_wait_group(0)
@@ -259,31 +276,40 @@ class QkSoftmax:
             held.append(words)
         return held
 
-    def multiply(self, held: list[list[Any]], kv_at: Any) -> list[Any]:
-        """The warp's part of S^T = K Q^T of a tile."""
+    def load_header(self, stage: Any) -> tuple[Any, Any]:
+        """Which of the warp's keys are there, and the tile's flags."""
+        header_at = self.columns.smem.header + stage * HEADER
+        return ptx.load_shared_64(header_at + self.columns.warp * 8), ptx.load_shared_s32(header_at + FLAGS_AT)
+
+    def no_sums(self) -> list[Any]:
+        """Of every 8 heads, those that are apart."""
+        return [[] for _ in range(CHAINS)]
+
+    def multiply(self, sums: list[Any], held: list[list[Any]], stage: Any, slab: int) -> list[Any]:
+        """Add the warp's part of S^T = K Q^T of a slab of a tile."""
         columns = self.columns
         groups, lane = columns.config.heads // 8, columns.lane
-        row = columns.warp * 16 + (lane & 15)
-        first_at = kv_at + row * SLAB_ROW_BYTES + ((lane >> 4) ^ (lane & 7)) * CHUNK
-        apart = CHAINS // groups
-        sums: list[list[Any]] = [[[] for _ in range(apart)] for _ in range(groups)]
-        for i in range(CHUNKS // 2):
-            pair, slab = 2 * i % SLAB_CHUNKS, 2 * i // SLAB_CHUNKS
-            codes = ptx.load_matrices(first_at ^ (pair * CHUNK), slab * SLAB_BYTES)
-            for j in range(2):
-                (a0, a2), (a1, a3) = (ptx.f16x2_of_e4m3x4(word) for word in codes[2 * j : 2 * j + 2])
-                chunk = 2 * i + j
-                for group in range(groups):
-                    known = sums[group][chunk % apart]
-                    b = held[group][chunk]
-                    sums[group][chunk % apart] = mma_sync.multiply_by((a0, a1, a2, a3), b, known, is_f16=True)
+        kv_at = columns.smem.kv + stage * KV_STAGE_BYTES
+        row_at = kv_at + (columns.warp * 16 + (lane & 15)) * SLAB_ROW_BYTES + ((lane >> 4) ^ (lane & 7)) * CHUNK
+        sums = list(sums)
+        for i in range(SLAB_CHUNKS):
+            if i % 2 == 0:
+                codes = ptx.load_matrices(row_at ^ (i * CHUNK), slab * SLAB_BYTES)
+            (a0, a2), (a1, a3) = (ptx.f16x2_of_e4m3x4(word) for word in codes[i % 2 * 2 : i % 2 * 2 + 2])
+            for group in range(groups):
+                own = (i * groups + group) % CHAINS
+                b = held[group][slab * SLAB_CHUNKS + i]
+                sums[own] = mma_sync.multiply_by((a0, a1, a2, a3), b, sums[own], is_f16=True)
+        return sums
+
+    def total(self, sums: list[Any]) -> list[Any]:
+        """The warp's scores."""
+        groups = self.columns.config.heads // 8
         scores = []
         for group in range(groups):
             for i in range(4):
-                score = sums[group][0][i].bitcast(Float32)
-                for other in sums[group][1:]:
-                    score = score + other[i].bitcast(Float32)
-                scores.append(score)
+                parts = [known[i].bitcast(Float32) for known in sums[group::groups]]
+                scores.append(pairwise(parts, operator.add))
         return scores
 
 
@@ -407,6 +433,11 @@ class PvEpilogue:
 # ---- kernel
 
 
+def row_scheduler(work_tiles: Any, ctas: Any) -> PrefillScheduler:
+    """Of query rows, each with all its heads. Made by each role: before the branches a register could be spilled."""
+    return PrefillScheduler(ptx.block_again(), work_tiles, ctas, Int32(0))
+
+
 class MixedSwapAbKernel:
     """See kernel_args.MixedArgs."""
 
@@ -448,8 +479,6 @@ class MixedSwapAbKernel:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        # a work tile is a query row: there is one group of heads
-        scheduler = PrefillScheduler(ptx.block_again(), work_tiles, ctas, Int32(0))
         own = thread % 128
         if group < PV:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
@@ -457,7 +486,7 @@ class MixedSwapAbKernel:
                 config=config,
                 bars=bars,
                 smem=smem,
-                scheduler=scheduler,
+                scheduler=row_scheduler(work_tiles, ctas),
                 q=q,
                 out=out,
                 sink=sink,
@@ -470,10 +499,11 @@ class MixedSwapAbKernel:
         elif group < PRODUCER:
             cute.arch.setmaxregister_increase(PV_REGISTERS)
             warp = cute.arch.make_warp_uniform(own >> 5)
+            scheduler = row_scheduler(work_tiles, ctas)
             PvEpilogue(config, bars, smem, scheduler, q, out, own & 31, warp).run()
         else:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            scheduler = PrefillScheduler(ptx.block_again(), work_tiles, ctas, Int32(0))
+            scheduler = row_scheduler(work_tiles, ctas)
             loader = IndexLoader(kv, scheduler, smem.lists, smem.cursors, PRODUCER_WARPS, row_units(Float8E4M3FN))
             Producer(bars, smem, loader).run()
 

@@ -297,7 +297,7 @@ class Producer:
             cute.arch.cp_async_wait_group(AHEAD - 1)
             cute.arch.sync_warp()
             place, flags = loader.next_rows()
-            store_header(loader, smem.header + (tile & HEADERS - 1) * HEADER, place, flags)
+            store_header(loader, smem.header, tile & HEADERS - 1, place, flags)
             row, chunk_at = loader.first_chunk()
             sources = []
             for i in range_constexpr(loader.own_rows // COPIED_ROWS):
@@ -327,10 +327,11 @@ class Producer:
 
 
 @cute.jit
-def store_header(loader: IndexLoader, header_at: Any, place: Any, flags: Any) -> None:
+def store_header(loader: IndexLoader, headers: Any, number: Any, place: Any, flags: Any) -> None:
     """Write the warp's part of a header."""
     valid = cute.arch.vote_ballot_sync(place >= 0)
     if own_lane() == 0:
+        header_at = headers + number * HEADER
         ptx.store_shared_s32(header_at + loader.own_warp() * 4, valid & (1 << loader.own_rows) - 1)
         if loader.own_warp() == 0:
             ptx.store_shared_s32(header_at + FLAGS_AT, flags)
@@ -417,7 +418,15 @@ class ColumnSoftmax:
         self, scores: Any, scale: Any, row_max: Any, max_logit: Any, row_sum: Any, flags: Any, buffer: Any
     ) -> tuple[Any, Any, Any]:
         """Store a tile's P, and what PV has to know. Returns the work tile's maxima, largest logits and sums."""
-        smem, own_heads = self.smem, self.config.own_heads
+        factors, has_factors, row_max, max_logit = self.move_max(scores, scale, row_max, max_logit, buffer)
+        row_sum = self.weigh(scores, scale, row_max, row_sum, factors, has_factors, flags, buffer)
+        return row_max, max_logit, row_sum
+
+    @cute.jit
+    def move_max(self, scores: Any, scale: Any, row_max: Any, max_logit: Any, buffer: Any) -> tuple[Any, Any, Any, Any]:
+        """Returns what to multiply O with before a tile, whether that is anything, and the work tile's maxima and
+        largest logits with it."""
+        own_heads = self.config.own_heads
         largest = [ptx.max_f32(scores[_index(j, 0)], scores[_index(j, 1)]) * scale for j in own_heads]
         max_logit = [ptx.max_f32(max_logit[j], largest[j]) for j in own_heads]
         growth = [largest[j] - row_max[j] for j in own_heads]
@@ -433,14 +442,30 @@ class ColumnSoftmax:
                 factors[j] = Float32(1.0) if is_new else ptx.exp2(row_max[j] - moved)
                 row_max[j] = moved
             if (self.warp == 0) & (self.lane < 4):
-                self.store_pairs(smem.factor + buffer * (self.config.heads * 4), factors)
+                self.store_pairs(self.smem.factor + buffer * (self.config.heads * 4), factors)
+        return factors, has_factors, row_max, max_logit
+
+    @cute.jit
+    def weigh(
+        self,
+        scores: Any,
+        scale: Any,
+        row_max: Any,
+        row_sum: Any,
+        factors: Any,
+        has_factors: Any,
+        flags: Any,
+        buffer: Any,
+    ) -> list[Any]:
+        """Store a tile's P, and what PV has to know. Returns the work tile's sums."""
+        smem, own_heads = self.smem, self.config.own_heads
         for i in range_constexpr(cute.size(scores)):
             scores[i] = ptx.exp2(ptx.fma_rn(scores[i], scale, -row_max[i // 4 * 2 + i % 2]))
         row_sum = [row_sum[j] * factors[j] + (scores[_index(j, 0)] + scores[_index(j, 1)]) for j in own_heads]
         self.store_p(scores, smem.p + buffer * self.config.p_bytes)
         if (self.warp == 0) & (self.lane == 0):
             ptx.store_shared_64(smem.target + buffer * TARGET, flags, has_factors)
-        return row_max, max_logit, row_sum
+        return row_sum
 
     @cute.jit
     def exchange_max(self, largest: Any) -> list[Any]:
