@@ -232,8 +232,8 @@ class QkSoftmax:
             stage, phase = barriers.advance(stage, phase, KV_STAGES)
             while flags & LAST == 0:
                 buffer = tile % P_STAGES
-                factors, has_factors, row_max, max_logit = columns.move_max(scores, scale, row_max, max_logit, buffer)
                 bars.p.wait_empty(buffer, tile // P_STAGES & 1)
+                factors, has_factors, row_max, max_logit = columns.move_max(scores, scale, row_max, max_logit, buffer)
                 bars.kv.wait_full(stage, phase)
                 # P of this tile becomes while the next one is multiplied
                 own_flags = flags
@@ -341,7 +341,7 @@ class PvEpilogue:
         """Store results."""
         config, bars, smem, scheduler, lane = self.config, self.bars, self.smem, self.scheduler, self.lane
         o = cute.make_rmem_tensor((SLAB_CHUNKS * config.heads // 2,), Int32)
-        tile = Int32(0)
+        tile, used = Int32(0), Int32(0)
         stage, phase = barriers.start()
         work_tile = scheduler.first
         while work_tile < scheduler.end:
@@ -350,21 +350,25 @@ class PvEpilogue:
             while flags & LAST == 0:
                 buffer = tile % P_STAGES
                 bars.p.wait_full(buffer, tile // P_STAGES & 1)
+                # not behind the last products with it: an arrival overtakes loads whose values nobody has used yet
+                if tile != 0:
+                    release(bars.kv.empty(used), lane)
                 # full since QK waited for it; this orders the reads behind what filled it
                 bars.kv.wait_full(stage, phase)
                 flags, has_factors = ptx.load_shared_64(smem.target + buffer * TARGET)
                 if has_factors != 0:
                     self.rescale(o, self.of_heads(smem.factor + buffer * (config.heads * 4)))
                 self.multiply(o, smem.p + buffer * config.p_bytes, smem.kv + stage * KV_STAGE_BYTES)
-                release(bars.kv.empty(stage), lane)
                 if flags & LAST == 0:
                     release(bars.p.empty(buffer), lane)
+                used = stage
                 stage, phase = barriers.advance(stage, phase, KV_STAGES)
                 tile = tile + 1
             out_scales = self.of_heads(smem.out_scale + buffer * (config.heads * 4))
-            release(bars.p.empty(buffer), lane)
             self.rescale(o, [out_scale * self.out.scale for out_scale in out_scales])
             self.store(o, work_tile)
+            # its out_scale has been used
+            release(bars.p.empty(buffer), lane)
             work_tile = work_tile + scheduler.step
 
     @cute.jit

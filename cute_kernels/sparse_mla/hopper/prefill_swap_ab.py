@@ -383,7 +383,9 @@ class ColumnSoftmax:
     def copy_q_async(self, work_tile: Any, q_stage: Any) -> None:
         """Start to copy a work tile's queries, if there is such one. A warp does its share of slabs, 4 heads at a
         time."""
-        q, heads, lane = self.q, self.config.heads, self.lane
+        q, heads = self.q, self.config.heads
+        # of codes queries are held in registers, and leave none for addresses
+        lane = own_lane() if self.config.is_fp8 else self.lane
         if work_tile < self.scheduler.end:
             source = q.base + Int64(work_tile) * q.row + (lane & 7) * 16
             target = self.smem.q + q_stage * self.config.q_bytes
