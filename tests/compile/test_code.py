@@ -615,10 +615,13 @@ def hoppers_attention() -> Iterator[Row]:
 
 def mixed_of_few_heads() -> Iterator[Row]:
     """A warp's products for 8 heads: Q K^T of 16 keys, of a work tile's first tile and of the others, and P V of 128
-    columns. Nothing goes to tensor cores through the other proxy."""
+    columns. Nothing goes to tensor cores through the other proxy. Of 32 heads a group of wgmma's products is Q K^T of a
+    slab, or P V of 64 columns."""
     for heads in HEADS:
         products = {r"\bmma\.sync\.": 3 * (HEAD_DIM // 16) * heads // 8}
         yield Row(SwapAbMixedFp8Key(HOPPER, heads), 255, products, absent=r"wgmma|fence\.proxy")
+    products = {r"\bwgmma\.mma_async\.": 2 * (HEAD_DIM // 16) + 4 * (64 // 16)}
+    yield Row(SwapAbMixedFp8Key(HOPPER, 32), 255, products, {IN_FLIGHT: 2 * (HEAD_DIM // 128) + 4})
 
 
 def decodes_of_few_heads() -> Iterator[Row]:

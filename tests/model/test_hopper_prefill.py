@@ -73,9 +73,10 @@ def three_splits() -> Case:
         (two_splits, {}),
         (three_splits, {}),
         # what scores have read of a tile's marks may be overwritten once their warp has voted
-        (functools.partial(mixed_fp8, 20), {"votes_order": True}),
+        (functools.partial(mixed_fp8, 40), {"votes_order": True}),
         (functools.partial(mixed_fp8, 7), {}),
         (functools.partial(mixed_fp8, 16), {}),
+        (functools.partial(mixed_fp8, 20), {}),
         # rows of cp.async are multiplied without a proxy fence
         (swap_ab, {"copies_are_fenced": False}),
     ],

@@ -95,7 +95,8 @@ def test_arguments_go_as_they_are(launched: list[Any], changes: dict[str, Any], 
 @pytest.mark.parametrize(
     ("heads", "keys"),
     [(n, [SwapAbMixedKey("sm_90a", n), SwapAbMixedFp8Key("sm_90a", n)]) for n in (8, 16)]
-    + [(n, [MixedKey("sm_90a"), MixedFp8Key("sm_90a")]) for n in (17, 64, 128)],
+    + [(n, [MixedKey("sm_90a"), SwapAbMixedFp8Key("sm_90a", 32)]) for n in (17, 32)]
+    + [(n, [MixedKey("sm_90a"), MixedFp8Key("sm_90a")]) for n in (33, 64, 128)],
 )
 def test_kernels_by_heads(launched: list[Any], heads: int, keys: list[KernelKey]) -> None:
     query = torch.zeros(3, heads, 512, dtype=BF16)

@@ -93,7 +93,8 @@ KV_STAGES = 12
 """What shared memory has room for."""
 
 Q_STAGES = {8: 2, 16: 1}
-"""Work tiles whose queries are in shared memory, by heads: two of 16 would leave room for 11 KV stages."""
+"""Work tiles whose queries are in shared memory, by heads: two of 16 would leave room for 11 KV stages. Of codes, which
+are half as long, of twice the heads."""
 
 P_STAGES = 2
 
@@ -136,7 +137,7 @@ class SwapAbConfig:
 
     @property
     def q_stages(self) -> int:
-        return Q_STAGES[8 if self.is_fp8 else self.heads]
+        return Q_STAGES[max(self.heads // 2, HEADS[0]) if self.is_fp8 else self.heads]
 
     @property
     def q_slabs(self) -> int:
