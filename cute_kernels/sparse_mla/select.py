@@ -22,8 +22,8 @@
              blackwell/prefill_paged          sm_100a, sm_103a  all            fp8_ds_mla    countable; as prefill
              mma_sync/prefill                 all               all            all           where no other does
     mixed    hopper/prefill_swap_ab           sm_90a            1 to 16        plain_bf16
-             hopper/prefill_mixed             sm_90a            17 and more    plain_bf16
-                                                                all            plain_fp8
+             hopper/prefill_mixed_swap_ab     sm_90a            1 to 32        plain_fp8
+             hopper/prefill_mixed             sm_90a            all others     both
              blackwell/prefill_mixed          sm_100a, sm_103a  all            both          gathered, trusted
              mma_sync/prefill                 all               all            both          where no other does
 
@@ -65,6 +65,7 @@ from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
+from cute_kernels.sparse_mla.hopper.prefill_mixed_swap_ab import SwapAbMixedFp8Key
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import QuantSwapAbPrefillKey, SwapAbMixedKey, SwapAbPrefillKey
@@ -79,6 +80,9 @@ HOPPER = "sm_90a"
 
 SMALL_HEADS = (8, 16)
 """Heads of a work tile that kernels for few heads are made for: up to the last, calls are theirs."""
+
+MIXED_FP8_HEADS = (*SMALL_HEADS, 32)
+"""The same of sparse_mla_mixed over e4m3 caches."""
 
 MOST_NORMED_HEADS = SMALL_HEADS[-1]
 """No kernel for that many heads or fewer takes raw queries."""
@@ -416,9 +420,10 @@ def mixed_key(arch: str, heads: int, kv_format: str, may_own: bool = True) -> Ke
     """The kernel for so many heads and caches of that format. may_own: whether Blackwell's own kernel may run"""
     is_fp8 = kv_format == PLAIN_FP8.id
     if arch == HOPPER:
-        if is_fp8:
-            return MixedFp8Key(arch)
-        return SwapAbMixedKey(arch, heads_of_group(heads)) if heads <= SMALL_HEADS[-1] else MixedKey(arch)
+        few, swap_ab, many = (
+            (MIXED_FP8_HEADS, SwapAbMixedFp8Key, MixedFp8Key) if is_fp8 else (SMALL_HEADS, SwapAbMixedKey, MixedKey)
+        )
+        return swap_ab(arch, heads_of_group(heads)) if heads <= few[-1] else many(arch)
     if arch in BLACKWELL and may_own:
         return BlackwellMixedFp8Key(arch) if is_fp8 else BlackwellMixedKey(arch)
     return PortableMixedKey(arch, group_heads(heads), kv_format)
