@@ -313,13 +313,15 @@ def load_layer(layer: DeepseekV4MultiHeadLatentAttentionWrapper, tensors: Tensor
     """Copy checked tensors into a layer, sliced for its tensor-parallel rank."""
     tp = layer.tp
 
-    def weight_and_scale(linear: str, dim: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def weight_and_scale(
+        linear: str, dim: int | None = None, ranks: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight, scale = tensors[linear + ".weight"], None
         if _is_fp8(tensors, linear):
             scale = scale_of(tensors, linear)
         if dim is None:
             return weight, scale
-        return tp.slice(weight, dim), None if scale is None else tp.slice(scale, dim)
+        return tp.slice(weight, dim, ranks), None if scale is None else tp.slice(scale, dim, ranks)
 
     def fill(module: Linear, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
         module.weight.copy_(weight)
@@ -346,7 +348,7 @@ def load_layer(layer: DeepseekV4MultiHeadLatentAttentionWrapper, tensors: Tensor
         if scale is not None:
             assert layer.fused_wqa_wkv.scale is not None
             layer.fused_wqa_wkv.scale.copy_(scale)
-        fill(layer.wq_b, *weight_and_scale("wq_b", 0))
+        fill(layer.wq_b, *weight_and_scale("wq_b", 0, layer.query_heads // layer.num_heads))
         norm(layer, "q_norm_weight", tensors["q_norm.weight"])
         norm(layer, "kv_norm_weight", tensors["kv_norm.weight"])
         layer.mla_attn.attn_sink.copy_(tp.slice(tensors["attn_sink"], 0))

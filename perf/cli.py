@@ -200,6 +200,17 @@ def make_parser() -> argparse.ArgumentParser:
     scaled.add_argument("--gpus", type=_numbers, metavar="N,N", help="these numbers of GPUs (2,4,8,16,32,64)")
     scaled.add_argument("--picture", type=Path, metavar="FILE.png", help="draw it too, with matplotlib")
 
+    divided = commands.add_parser(
+        "parallel",
+        help="measure attention layers on several GPUs of this host, divided in all ways",
+        description="Measure attention layers on several GPUs, over NCCL: tensor parallel, context groups, data "
+        "parallel, one GPU. A layer of v4-flash in CUDA graphs, as perf scaling compares with its model.",
+    )
+    divided.add_argument("--gpus", type=int, default=2, metavar="N", help="the first N GPUs (2)")
+    divided.add_argument("--only", default="", metavar="REGEX", help="cells whose name this finds")
+    divided.add_argument("--replays", type=int, default=REPLAYS, metavar="N", help=f"replays per cell ({REPLAYS})")
+    divided.add_argument("--json", type=Path, metavar="FILE", help="for the record")
+
     compared = commands.add_parser("compare", help="how our times changed from one set of records to another")
     compared.add_argument("before", type=Path, metavar="A", help="record file, or folder of records")
     compared.add_argument("after", type=Path, metavar="B", help="record file, or folder of records")
@@ -225,6 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "compiled": write_compiled,
         "compare": show_comparison,
         "scaling": show_scaling,
+        "parallel": measure_parallel,
     }
     try:
         return commands[options.command](options)
@@ -700,3 +712,33 @@ def show_scaling(options: argparse.Namespace) -> int:
     if options.picture is not None:
         scaling.draw(options.model, gpus, options.picture)
     return 0
+
+
+# ---- parallel --------------------------------------------------------------------------------------------------------
+
+
+def measure_parallel(options: argparse.Namespace) -> int:
+    import torch
+
+    from perf import parallel
+
+    if options.replays < LEAST_REPLAYS:
+        raise Refusal(f"--replays: expected at least {LEAST_REPLAYS}, got {options.replays}")
+    try:
+        wanted = parallel.cells(max(options.gpus, 1), options.only)
+    except re.error as error:
+        raise Refusal(f"--only: {options.only!r} is no regular expression: {error}") from error
+    if not wanted:
+        raise Refusal(f"--only: no cell's name has {options.only!r}")
+    found = torch.cuda.device_count()
+    if not found:
+        raise Refusal("there is no CUDA device here: nothing was measured")
+    if not 1 <= options.gpus <= found:
+        raise Refusal(f"--gpus: expected 1 to {found}, the GPUs of this host, got {options.gpus}: nothing was measured")
+    record = parallel.measure(options.gpus, options.only, options.replays)
+    if options.json is not None:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    differ = [cell["form"] for cell in record["cells"] if not cell["same_bits"]]
+    if differ:
+        print(f"{PROGRAM} parallel: ranks have other bits in {', '.join(differ)}", file=sys.stderr)
+    return 1 if differ else 0

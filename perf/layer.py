@@ -413,17 +413,18 @@ def ops_floor_us(step: Step, roofs: Mapping[str, float]) -> float:
     return total / step.case.calls
 
 
-def build_layers(case: Case, longest: int) -> list[DeepseekV4MultiHeadLatentAttentionWrapper]:
-    """The layers of a cell, which cells of fewer rows and shorter sequences take as well."""
+def build_layers(case: Case, longest: int, **more: Any) -> list[DeepseekV4MultiHeadLatentAttentionWrapper]:
+    """The layers of a cell, which cells of fewer rows and shorter sequences take as well. more: other options."""
     config = PRESETS[case.model]
     rows = round_up(max(case.tokens, 64), 64)
+    given: dict[str, Any] = {"tp": TensorParallel(rank=0, size=case.tp, reduce=lambda x: x), **more}
     options = AttentionOptions(
         prefill="auto",
         max_model_len=longest,
         max_num_tokens=rows,
         workspace=Workspace(),
         topk_indices_buffer=torch.full((rows, config.index_topk), -1, dtype=torch.int32, device=DEVICE),
-        tp=TensorParallel(rank=0, size=case.tp, reduce=lambda x: x),
+        **given,
     )
     rotary = {kind: RotaryEmbedding(config, kind, longest, DEVICE) for kind in {ratio > 1 for ratio in case.ratios}}
     layers = []

@@ -2,8 +2,9 @@
 """What the plug-ins share: what is asked for, which versions are known, patches that wait for a module of the engine,
 and what is logged.
 
-CUTE_KERNELS_PLUGIN   "off" or empty (default): nothing is touched. "all", or names of parts with commas between them;
-                      "force" among them skips the check of the engine's version. docs/engines.md says what the parts do
+CUTE_KERNELS_PLUGIN   "off": nothing is touched. "all", or names of parts with commas between them; "force" among them
+                      skips the check of the engine's version. Empty, or not there: the parts that have run on a GPU
+                      beside the engine's own, on GPUs like it. docs/engines.md says what the parts do
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
+
 VARIABLE = "CUTE_KERNELS_PLUGIN"
+PROVEN_ON = 9, 0
+"""Compute capability of the GPUs that parts have run on beside the engines' own."""
+
 PARTS = ("decode", "prefill", "insert", "norm", "indexer", "compressor", "output")
 
 
@@ -30,12 +36,19 @@ class Plugin:
     engine      the engine's distribution, whose logger shows what is logged here
     supported   versions whose seams are known: from the first one on, below the second
     parts       which of PARTS exist for this engine
+    proven      which of them have run on a GPU beside the engine's own, and are replaced if nobody asks for any
     """
 
     def __init__(
-        self, engine: str, supported: tuple[tuple[int, ...], tuple[int, ...]], parts: Sequence[str] = PARTS
+        self,
+        engine: str,
+        supported: tuple[tuple[int, ...], tuple[int, ...]],
+        parts: Sequence[str] = PARTS,
+        proven: Sequence[str] = (),
     ) -> None:
-        self.engine, self.supported, self.own = engine, supported, tuple(parts)
+        self.engine, self.supported, self.own, self.proven = engine, supported, tuple(parts), tuple(proven)
+        self.is_asked = False
+        """Whether the environment names what to replace."""
         self.log = logging.getLogger(f"{engine}.cute_kernels")
         self.said: set[str] = set()
         """Lines that are not logged again."""
@@ -43,7 +56,9 @@ class Plugin:
 
     def requested(self) -> frozenset[str]:
         """The parts to replace: those asked for, if this version of the engine is known. ValueError on other words."""
-        words = {word.strip() for word in os.environ.get(VARIABLE, "").split(",")} - {"", "off"}
+        words = {word.strip() for word in os.environ.get(VARIABLE, "").split(",")} - {""}
+        self.is_asked = bool(words)
+        words = words - {"off"} if words else {*self.proven}
         unknown = words - {"all", "force", *PARTS}
         if unknown:
             allowed = ", ".join(("off", "all", "force", *PARTS))
@@ -63,7 +78,19 @@ class Plugin:
 
     def version(self) -> str:
         """Of the installed engine."""
-        return importlib.metadata.version(self.engine)
+        try:
+            return importlib.metadata.version(self.engine)
+        except importlib.metadata.PackageNotFoundError:
+            return "unknown"
+
+    def unproven(self) -> str:
+        """Why nothing is replaced on this GPU unless somebody asks for it; "": it is. Called where layers are made: the
+        processes before that must not touch a GPU."""
+        found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        if self.is_asked or found == PROVEN_ON:
+            return ""
+        here = "there is no GPU" if found is None else f"the GPU has compute capability {found[0]}.{found[1]}"
+        return f"{here} and {VARIABLE} asks for nothing"
 
     def once(self, message: str, level: int = logging.WARNING) -> None:
         """Log this message, if it is the first time."""

@@ -147,12 +147,11 @@ def _allocate_workspace(q: torch.Tensor, tiles: int, num_splits: int, split_toke
     b, s_q, h = q.shape[:3]
     if split_tokens < 0:
         return None
-    sms = 0
-    if not num_splits and not split_tokens:
+    if num_splits or split_tokens:
+        size = schedule.workspace_bytes(b * s_q, h, tiles, num_splits, split_tokens, sms=0)
+    else:
         sms = _multiprocessors(q.device)
-        if schedule.split_limit(b * s_q, schedule.head_groups(h), tiles, sms) == 1:
-            return None
-    size = schedule.workspace_bytes(b * s_q, h, tiles, num_splits, split_tokens, sms)
+        size = schedule.split_bytes(b * s_q, h, tiles, sms) if sms else 0
     return torch.empty(size // 4, dtype=torch.float32, device=q.device) if size else None
 
 

@@ -369,15 +369,15 @@ def saves() -> Iterator[Row]:
 
 
 def latents() -> Iterator[Row]:
-    """Of ratio 1 48 warps of a multiprocessor find registers, 2 KB of each in flight; of ratio 2 and many rows 16, with
-    8 KB each. A warp's rows are asked for at once; the row before, or one that the ring keeps, may come later."""
+    """Of ratio 1 48 warps of a multiprocessor find registers, of ratio 2 40. The CTA's rows are asked
+    for at once, of few rows those before as well; the row before, or one that the ring keeps, may come later."""
     for arch, ratio, rows in itertools.product(MOVING, (1, 2), (1, 1 << 20)):
         key = latent.key_for(arch, ratio, rows)
-        each = 2 if key.pairs else 1
-        loads = 4 if ratio == 1 else 8 * (3 + 3 * (each - 1))
-        ptx = {r"ld\.relaxed\.gpu\S*\.v4\.b32": loads, r"ld\.global\.nc\.v2\.b32": 4 * each} | waits(arch)
-        registers = 128 if key.pairs else 40 if ratio == 1 else 80
-        yield Row(key, registers, ptx, smem=0, absent=DIVISIONS, threads=128)
+        own = ratio * (2 if key.pairs else 1)
+        # ratio 2: before the first row; before the second, or in the ring; a row that is late
+        ptx = {r"ld\.relaxed\.gpu\S*\.v4\.b32": own + (6 if ratio == 2 else 0)} | waits(arch)
+        registers = 40 if ratio == 1 else 48
+        yield Row(key, registers, ptx, absent=DIVISIONS, threads=latent.THREADS)
     kinds = [*itertools.product(MOVING, (FP8_DS_MLA, INDEXER_FP8, INDEXER_MXFP4))]
     for arch, fmt in (*kinds, *itertools.product((HOPPER, "sm_100a"), (MXFP8_V41, NVFP4_V41))):
         key = latent_store.LatentStoreKey(arch, fmt.id)

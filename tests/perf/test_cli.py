@@ -340,7 +340,7 @@ def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_without_a_command_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
-    assert "{sweep,layer,engines,report,show,compiled,scaling,compare}" in capsys.readouterr().out
+    assert "{sweep,layer,engines,report,show,compiled,scaling,parallel,compare}" in capsys.readouterr().out
 
 
 # ---- compare ---------------------------------------------------------------------------------------------------------
