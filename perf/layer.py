@@ -59,6 +59,10 @@ LAYERS = 3
 MOST_LAYERS = 12
 """Of a chain: of all heads so many, of a rank's share more, as it takes more of them to pass through L2."""
 
+TARGET_US = 1500.0
+"""Of a replay, if all heads of a layer were as fast as memory and tensor cores; a rank's share takes several times as
+long as that."""
+
 KINDS = {"swa": 1, "c4a": 4, "c128a": 128}
 MODEL = "model"
 """Kind of the cells that are a step of a whole model."""
@@ -529,7 +533,7 @@ def measure(
     candidates = {OURS: step.calls()}
     candidates |= {name: peer.calls() for name, peer in peers.items() if not isinstance(peer, str)}
     failures: dict[str, str] = {}
-    options: Any = {"flops_per_set": work.flops, "queued": True}
+    options: Any = {"target_us": TARGET_US / min(case.tp, 4), "flops_per_set": work.flops, "queued": True}
     timings = time_graphs(candidates, work.bytes, replays, failures=failures, **options)
     if OURS in failures:
         raise RuntimeError(f"{case.name}: cannot be captured in a graph: {failures[OURS]}")
