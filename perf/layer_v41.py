@@ -63,6 +63,10 @@ class V41Case(Case):
         return (V41_PRESETS[self.model].compress_ratio_of(self.index),) * LAYERS
 
     @property
+    def layer_key(self) -> tuple[Any, ...]:
+        return self.model, self.kind, self.is_own
+
+    @property
     def is_draft(self) -> bool:
         return self.kind == "draft"
 
@@ -97,18 +101,21 @@ def cases(full: bool = False) -> Iterator[V41Case]:
     config = V41_PRESETS[MODEL]
     batches = (1, 2, 4, 8, 16, 32, 64, 128, 256) if full else (1, 64, 128)
     for kind in KINDS:
+        if kind == "consumer2" and not full:  # as one of ratio 1
+            continue
         rows = config.draft_block_size if kind == "draft" else 1
-        contexts = (8192, 65536) if config.compress_ratio_of(KINDS[kind]) else (8192,)
-        for context in (*contexts, 262144) if full else contexts:
+        scores = kind in ("source1", "index")
+        contexts = (8192, 65536, 262144) if full else (8192, 65536) if scores else (8192,)
+        for context in contexts:
             for b in batches:
                 yield V41Case(MODEL, kind, "decode", b, rows, context)
-        if kind in ("source1", "index"):
-            for b in (1, 8):
+        if scores:
+            for b in (1, 8) if full or kind == "index" else (1,):
                 yield V41Case(MODEL, kind, "decode", b, 1, 1048576)
-        if kind in ("source1", "consumer1"):
+        if kind == "consumer1" or (full and kind.startswith("source")):
             for b in batches:
                 yield V41Case(MODEL, kind, "decode", b, 1, 8192, is_own=True)
-        if kind != "draft":
+        if full and kind != "draft":
             yield V41Case(MODEL, kind, "prefill", 1, 2048, 65536)
 
 
