@@ -71,7 +71,7 @@ class V41Case(Case):
         return self.kind == "draft"
 
     @property
-    def caches(self) -> dict[str, str]:
+    def caches(self) -> dict[str, Any]:
         """Names of the formats."""
         names = ("mxfp8_v41+nvfp4_v41", "mxfp4") if self.is_own else ("fp8_ds_mla", "fp8")
         return dict(zip(("kv_cache", "index_cache"), names, strict=True))
@@ -148,7 +148,7 @@ class V41LayerStep:
         entries, entry_blocks = paged(case, ENTRY_BLOCK_SIZE, max(case.lengths()), g)
         rings = torch.arange(case.requests, dtype=torch.int32, device=layer.DEVICE)
         self.tables = V41Tables(windows, entries, rings) if case.ratios[0] else V41Tables(windows)
-        blocks = {"window_blocks": window_blocks, "entry_blocks": entry_blocks, "rings": case.requests}
+        blocks: dict[str, Any] = {"window_blocks": window_blocks, "entry_blocks": entry_blocks, "rings": case.requests}
         self.caches = []
         for _ in layers:
             caches = V41Caches.allocate(self.config, [case.index], **blocks, **case.caches, device=layer.DEVICE)
@@ -169,7 +169,8 @@ class V41LayerStep:
     def _step(self, builder: V41StepBuilder, requests: int) -> V41Step:
         """Of the first requests."""
         case, tables = self.case, self.tables
-        some = V41Tables(*(None if t is None else t[:requests] for t in vars(tables).values()))
+        entries, rings = (None if t is None else t[:requests] for t in (tables.entries, tables.rings))
+        some = V41Tables(tables.windows[:requests], entries, rings)
         given = case.query_lengths()[:requests], case.lengths()[:requests], some, min(case.decodes, requests)
         return builder.build(*given, ring_rows=RING_ROWS, is_draft=case.is_draft)
 
