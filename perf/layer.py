@@ -131,6 +131,11 @@ class Case:
             return [self.context + self.rows]
         return [max(self.context - 61 * r % 256, self.rows + 8) for r in range(self.requests)]
 
+    @property
+    def layer_key(self) -> tuple[Any, ...]:
+        """Cells that agree in it may have the same layers."""
+        return self.model, self.kind, self.tp, self.phase, self.context
+
     def build_layers(self, longest: int) -> list[Any]:
         return build_layers(self, longest)
 
@@ -596,7 +601,7 @@ def sweep(
         if time.monotonic() - begin > budget:
             report(case, f"the budget of {budget:.0f} s is used up")
             return cells, left_out, True
-        key = case.model, case.kind, case.tp, case.phase, case.context
+        key = case.layer_key
         if kept is None or kept[0] != key:
             kept = None
             gc.collect()
@@ -609,9 +614,7 @@ def sweep(
             report(case, why)
             continue
         if kept is None:
-            group = [
-                other for other in wanted if key == (other.model, other.kind, other.tp, other.phase, other.context)
-            ]
+            group = [other for other in wanted if other.layer_key == key]
             largest = max(group, key=lambda other: other.tokens)
             kept = key, largest.build_layers(max(max(other.lengths()) for other in group) + 64)
         step = case.make_step(kept[1])

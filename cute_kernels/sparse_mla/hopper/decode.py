@@ -61,7 +61,7 @@ from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.reduce import over_quad, pairwise
 from cute_kernels.dsl.tensor import length
 from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair
-from cute_kernels.formats import FP8_DS_MLA, NVFP4_V41
+from cute_kernels.formats import FP8_DS_MLA, label_of
 from cute_kernels.kv_cache.query_norm import inverse_rms
 from cute_kernels.sparse_mla.early import prefetch_first
 from cute_kernels.sparse_mla.hopper.decode_dequantize import E2M1_SHIFT, Dequantizer
@@ -982,8 +982,8 @@ class DecodeKey(DecodeKernelKey):
     quantized   results are turned back and become e4m3 codes, see quant_output; not with out_fp32
     raw         queries are normed and rotated, see params.QueryNorm; with out_fp32 or quantized
     dealt       work tiles of unequal length are dealt by the planner; with a second list
-    format0     record format of the first cache, fp8_ds_mla/1 or mxfp8_v41/1
-    format1     of the second one, or nvfp4_v41/1
+    format0     record format of the first cache: fp8_ds_mla/1, or mxfp8_v41/1 or its split form
+    format1     of the second one: also nvfp4_v41/1 or its split form
     """
 
     kernel_name: ClassVar[str] = "sparse_mla.hopper.decode"
@@ -1010,7 +1010,7 @@ class DecodeKey(DecodeKernelKey):
 
     @property
     def has_e2m1(self) -> bool:
-        return self.format1 == NVFP4_V41.id
+        return PARTS[self.format1].is_e2m1
 
     @property
     def warps(self) -> int:
@@ -1021,7 +1021,7 @@ class DecodeKey(DecodeKernelKey):
     def name(self) -> str:
         kind = "_raw" * self.raw + "_fp32" * self.out_fp32 + "_quant" * self.quantized + "_dealt" * self.dealt
         if {self.format0, self.format1} != {FP8_DS_MLA.id}:
-            kind += "".join(f"_{kv_format.split('_')[0]}" for kv_format in (self.format0, self.format1))
+            kind += "".join(f"_{label_of(kv_format)}" for kv_format in (self.format0, self.format1))
         return f"sparse_mla_decode_h{self.heads}_{self.second}{kind}"
 
     @property
