@@ -146,15 +146,16 @@ beside this one's. Of up to 64 rows: with more, fewer stages bring the operands 
 CO_RESIDENT_ROWS = 64
 
 BF16_TILES: tuple[Tile, ...] = (
-    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=13, depth=4), 0.197, 1.1),
-    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=2), 0.190, 2.0),
-    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=4), 0.234, 2.3),
-    Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=6, depth=2), 0.283, 2.0),
-    Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=4, depth=2, splits=2), 0.481, 1.7),
-    Tile(GemmKey(HOPPER, operands="bf16", rows=128, columns=64, stages=7, depth=2, splits=2), 0.207, 2.2),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=13, depth=4), 0.136, 2.5),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=2), 0.160, 3.0),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=4), 0.106, 5.4),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=128, columns=64, stages=7, depth=2, splits=2), 0.202, 3.5),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=128, columns=96, stages=6, depth=2, splits=2), 0.243, 4.1),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=128, columns=96, stages=7, depth=2), 0.219, 3.7),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=6, depth=2), 0.292, 3.7),
 )
-"""Of bf16 operands, whole and with K cut; chunks have 64 columns. Fitted to times of 64 to 384 rows on an H100
-(perf/log/data/gemm_bf16_1.txt), the last one to those of 128 to 512 on an H200 (gemm_overwrite_1.txt there)."""
+"""Of bf16 operands, whole and with K cut; chunks have 64 columns. Fitted to times of 128 to 512 rows on an H200, as
+dependents back to back and apart (perf/log/data/gemm_places_1.txt), the one with four splits to those of 64."""
 
 SQUARES_TILES = tuple(
     tile._replace(key=replace(tile.key, staged=True, squares=True)) for tile in TILES if tile.key.columns == SCALE_BLOCK

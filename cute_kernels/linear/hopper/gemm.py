@@ -111,7 +111,7 @@ class GemmKey(KernelKey):
     operands     "e4m3" (with scales) or "bf16", which has one wave, no lag and no squares
     output       "bf16", "fp32" or "e4m3" (with a scale for each row and 128 columns)
     rows         of a work tile: 64 * warpgroups * waves
-    columns      of a work tile: 32, 64 or 128, so that they share a scale; 128 for an e4m3 result
+    columns      of a work tile: 32, 64 or 128, so that they share a scale; 96 of bf16 operands; 128 for an e4m3 result
     warpgroups   that multiply: 1 to 3
     stages       of the ring
     depth        chunks whose products a warpgroup has under way together; 1 with several waves
