@@ -193,6 +193,8 @@ CASES: dict[str, tuple[Key, Call, int]] = {
     "a split without chunks": (gemm("e4m3", "bf16", 64, 64, 2), Call(70, 1, 80, 1, seed=16), 4),
     "four splits": (gemm("e4m3", "fp32", 64, 64, 4), Call(3, 2, 72, 9, seed=2), 4),
     "two warpgroups": (gemm("e4m3", "bf16", 128, 64, 2), Call(130, 1, 64, 4, seed=3), 2),
+    "two scales of 96 columns": (gemm("e4m3", "bf16", 64, 96, 1), Call(70, 1, 328, 7, seed=17), 1),
+    "two scales of 192 columns": (gemm("e4m3", "bf16", 64, 192, 1, depth=1), Call(70, 2, 320, 4, seed=18), 1),
     "bf16, four splits": (gemm("bf16", "fp32", 128, 128, 4), Call(100, 1, 144, 13, seed=4), 2),
     "bf16, whole": (gemm("bf16", "bf16", 64, 32, 1), Call(70, 1, 40, 5, seed=6), 1),
     "swapped": (swap_ab("e4m3", "bf16", 8, 1, False), Call(5, 2, 72, 3, seed=7), 1),
