@@ -108,13 +108,11 @@ TILES: tuple[Tile, ...] = (
     Tile(GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4), 0.238, 0.4),
     Tile(GemmKey(HOPPER, rows=64, warpgroups=1, stages=8, depth=2), 0.344, 0.5),
     Tile(GemmKey(HOPPER, rows=128, columns=64, stages=8, depth=2), 0.328, 0.5),
-    Tile(GemmKey(HOPPER, rows=128, columns=96, stages=8, depth=2), 0.340, 0.7),
     Tile(GemmKey(HOPPER, rows=128, stages=5, depth=2, staged=True), 0.420, 0.75),
     Tile(GemmKey(HOPPER, rows=192, warpgroups=3, stages=4, staged=True), 0.630, 1.25),
     Tile(GemmKey(HOPPER, rows=256, stages=3, staged=True, lag=1), 0.820, 2.0),
 )
-"""Fitted to times on an H200 (the last three: perf/log/data/gemm_places_1.txt), but for 96 columns, which are as much
-faster than 128 as of bf16 operands: nobody has timed them."""
+"""Fitted to times on an H200 (the last three: perf/log/data/gemm_places_1.txt)."""
 
 GROUPED_TILES: tuple[Tile, ...] = (
     *TILES[:4],

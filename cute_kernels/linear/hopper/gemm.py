@@ -111,8 +111,7 @@ class GemmKey(KernelKey):
     operands     "e4m3" (with scales) or "bf16", which has one wave, no lag and no squares
     output       "bf16", "fp32" or "e4m3" (with a scale for each row and 128 columns)
     rows         of a work tile: 64 * warpgroups * waves
-    columns      of a work tile: 32, 64 or 128, which share a scale of b, or 96 or 192, which have two; 128 for an e4m3
-                 result
+    columns      of a work tile: 32, 64 or 128, so that they share a scale; 96 of bf16 operands; 128 for an e4m3 result
     warpgroups   that multiply: 1 to 3
     stages       of the ring
     depth        chunks whose products a warpgroup has under way together; 1 with several waves
@@ -225,10 +224,9 @@ class Scales(NamedTuple):
     quad of lanes has the same rows; of every four chunks, lane i of it has the factors of number i.
 
     a, b      where all scales are
-    factors   of four chunks, by rows: of the columns' first scale and, if a tile has two, of their second one
-    loaded    of the next four: the rows' scales, then those of the columns
+    factors   of four chunks, by rows
+    loaded    of the next four: the rows' scales, then that of the columns
     sources   address of each of these, of chunk 0
-    edge      how many times 32 columns have the first scale, in one register
     """
 
     a: Strided
@@ -236,28 +234,18 @@ class Scales(NamedTuple):
     factors: Any
     loaded: Any
     sources: Any
-    edge: Any
 
     @classmethod
-    def of_rows(cls, a: Strided, b: Strided, count: int, blocks: int) -> Scales:
-        """Of so many rows, and columns of one or two blocks."""
-        loaded, sources = (cute.make_rmem_tensor((count + blocks,), dtype) for dtype in (Float32, Int64))
-        factors, edge = cute.make_rmem_tensor((count * blocks,), Float32), cute.make_rmem_tensor((1,), Int32)
-        return cls(a, b, factors, loaded, sources, edge)
-
-    @property
-    def blocks(self) -> int:
-        return 1 if cute.size(self.factors) + 1 == cute.size(self.loaded) else 2
+    def of_rows(cls, a: Strided, b: Strided, count: int) -> Scales:
+        loaded, sources = (cute.make_rmem_tensor((count + 1,), dtype) for dtype in (Float32, Int64))
+        return cls(a, b, cute.make_rmem_tensor((count,), Float32), loaded, sources)
 
     @cute.jit
-    def start(self, work: Any, group: Any, rows: Any, column: Any, columns: Any) -> None:
-        """Begin a work tile, whose first column is `column` of `columns`: load the scales of its first four chunks."""
+    def start(self, work: Any, group: Any, rows: Any, block: Any) -> None:
+        """Begin a work tile: load the scales of its first four chunks."""
         for i in range_constexpr(len(rows)):
             self.sources[i] = self.a.at(rows[i], group)
-        for i in range_constexpr(self.blocks):
-            block = cutlass.min(column + i * SCALE_BLOCK, columns - 1) // SCALE_BLOCK
-            self.sources[len(rows) + i] = self.b.at(group, block)
-        self.edge[0] = (SCALE_BLOCK - column % SCALE_BLOCK) // 32
+        self.sources[len(rows)] = self.b.at(group, block)
         self.load(work, Int32(0))
 
     @cute.jit
@@ -265,23 +253,22 @@ class Scales(NamedTuple):
         # beyond the last chunk there is nothing to load, and nobody asks for it
         local = cutlass.min(first + cute.arch.lane_idx() % SCALED_CHUNKS, work.chunks - 1)
         chunk = Int64(work.first_chunk + local)
-        rows = const_expr(cute.size(self.sources) - self.blocks)
-        for i in range_constexpr(rows + self.blocks):
-            stride = self.a.strides[2] if const_expr(i < rows) else self.b.strides[2]
+        last = const_expr(cute.size(self.factors))
+        for i in range_constexpr(last + 1):
+            stride = self.b.strides[2] if const_expr(i == last) else self.a.strides[2]
             self.loaded[i] = ptx.load_global_f32_weak(self.sources[i] + chunk * stride)
 
     @cute.jit
     def advance(self, work: Any, first: Any) -> None:
         """Go on to the four chunks from `first` on, and load the scales of those behind them."""
-        blocks = const_expr(self.blocks)
-        rows = const_expr(cute.size(self.sources) - blocks)
-        for i in range_constexpr(rows * blocks):
-            self.factors[i] = self.loaded[i // blocks] * self.loaded[rows + i % blocks]
+        last = const_expr(cute.size(self.factors))
+        for i in range_constexpr(last):
+            self.factors[i] = self.loaded[i] * self.loaded[last]
         if first + SCALED_CHUNKS < work.chunks:
             self.load(work, first + SCALED_CHUNKS)
 
     def of_chunk(self, number: Any) -> list[Any]:
-        """The factors, of one of the four chunks."""
+        """The factors of the rows, of one of the four chunks."""
         count = cute.size(self.factors)
         return [cute.arch.shuffle_sync(self.factors[i], number, mask_and_clamp=WITHIN_QUAD) for i in range(count)]
 
@@ -349,7 +336,6 @@ class GemmKernel:
         self.operand: Any = Float8E4M3FN if self.is_fp8 else BFloat16
         self.chunk = CHUNK_BYTES * 8 // self.operand.width
         self.rows, self.columns, self.stages, self.depth = key.rows, key.columns, key.stages, key.depth
-        self.blocks = 1 if SCALE_BLOCK % key.columns == 0 else 2
         self.warpgroups, self.waves, self.splits = key.warpgroups, key.waves, key.splits
         self.name = (
             f"gemm_{key.operands}_{key.output}_{key.rows}x{key.columns}_w{key.warpgroups}s{key.stages}d{key.depth}k{key.splits}"
@@ -489,7 +475,7 @@ class GemmKernel:
         first = row_tile * self.rows + own_row
         apart = [wave * self.warpgroups * wgmma.ROWS + 8 * half for wave in range(self.waves) for half in range(2)]
         of_rows = [cutlass.min(first + rest, rows - 1) for rest in apart]
-        scales.start(work, group, of_rows, column_tile * self.columns, columns)
+        scales.start(work, group, of_rows, cutlass.min(column_tile * self.columns, columns - 1) // SCALE_BLOCK)
 
     @cute.jit
     def consume(
@@ -593,10 +579,9 @@ class GemmKernel:
             factors = scales.of_chunk(number)
             for wave in range_constexpr(1, self.waves):
                 wgmma.wait(0)
-                of_wave = factors[2 * self.blocks * (wave - 1) : 2 * self.blocks * wave]
-                self.promote(totals[wave - 1], sums, of_wave, scales.edge[0])
+                self.promote(totals[wave - 1], sums, factors[2 * wave - 2 : 2 * wave])
                 wgmma.multiply(*mma, sums, consumer, a, b, stage * self.waves + wave, stage)
-            under_way.append((stage, sums, factors[-2 * self.blocks :]))
+            under_way.append((stage, sums, factors[-2:]))
             stage, phase = barriers.advance(stage, phase, self.stages)
             is_last = const_expr(i == len(chunks) - 1)
             due = const_expr(len(under_way) if is_last else int(len(under_way) == depth))
@@ -608,7 +593,7 @@ class GemmKernel:
                     ring.wait_full(stage, phase)
                 wgmma.wait(len(under_way))
                 self.release(ring, used, lane)
-                self.promote(totals[-1], sums, factors, scales.edge[0])
+                self.promote(totals[-1], sums, factors)
         return stage, phase
 
     @cute.jit
@@ -618,15 +603,10 @@ class GemmKernel:
             cute.arch.mbarrier_arrive(ring.empty(stage))
 
     @cute.jit
-    def promote(self, totals: cute.Tensor, products: cute.Tensor, factors: Any, edge: Any) -> None:
-        """Add a chunk's scaled products to the fp32 totals. edge: which 32 columns are the first ones of the second
-        scale, if there are two."""
-        for block in range_constexpr(self.columns // 32):
-            of_rows = [factors[0], factors[-1]]
-            if const_expr(self.blocks > 1):
-                of_rows = [(factors[2 * i] if block < edge else factors[2 * i + 1]) for i in range(2)]
-            for i in range_constexpr(16 * block, 16 * block + 16):
-                totals[i] = totals[i] + of_rows[i // 2 % 2] * products[i]
+    def promote(self, totals: cute.Tensor, products: cute.Tensor, factors: Any) -> None:
+        """Add a chunk's scaled products to the fp32 totals."""
+        for i in range_constexpr(self.columns // 2):
+            totals[i] = totals[i] + factors[i // 2 % 2] * products[i]
 
     # ---- epilogue
 
@@ -881,7 +861,7 @@ class GemmKernel:
             own_row = thread // WARP * 16 + lane // 4
             tile = work.tiles.coords(work.first, self.rows)
             if const_expr(self.is_fp8):
-                scales = Scales.of_rows(a_scale, b_scale, 2 * self.waves, self.blocks)
+                scales = Scales.of_rows(a_scale, b_scale, 2 * self.waves)
                 cute.arch.griddepcontrol_wait()
                 if work.chunks > 0 and work.first < work.tiles.count:
                     self.start_scales(scales, work, tile, own_row, rows, columns)
