@@ -70,7 +70,7 @@ class Plugin:
         lowest, below = self.supported
         if not lowest <= numbers(version) < below and "force" not in words:
             known = f"{'.'.join(map(str, lowest))} to below {'.'.join(map(str, below))}"
-            self.once(
+            self.tell(
                 f"nothing is replaced: {self.engine} is {version}, known is {known} (force: {VARIABLE}=force,...)"
             )
             return frozenset()
@@ -92,7 +92,11 @@ class Plugin:
         here = "there is no GPU" if found is None else f"the GPU has compute capability {found[0]}.{found[1]}"
         return f"{here} and {VARIABLE} asks for nothing"
 
-    def once(self, message: str, level: int = logging.WARNING) -> None:
+    def tell(self, message: str) -> None:
+        """Log why something is not replaced: a warning to who has asked for it."""
+        self.once(message, logging.WARNING if self.is_asked else logging.INFO)
+
+    def once(self, message: str, level: int) -> None:
         """Log this message, if it is the first time."""
         if message not in self.said:
             self.said.add(message)
@@ -100,7 +104,7 @@ class Plugin:
 
     def fall_back(self, part: str, reason: str) -> None:
         """Say, once, why the engine's own code runs in place of a part."""
-        self.once(f"{part}: the engine's own, as {reason}")
+        self.tell(f"{part}: the engine's own, as {reason}")
 
     def announce(self, what: str) -> None:
         """Say what is in use. Callers look at `is_announced` first: reading the version takes a millisecond."""

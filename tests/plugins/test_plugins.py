@@ -106,7 +106,7 @@ def test_numbers_of_versions() -> None:
     assert numbers("unknown") == ()
 
 
-def test_reasons_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_reasons_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     found = plugin()
     with caplog.at_level(logging.INFO, "vllm.cute_kernels"):
         for _ in range(2):
@@ -116,6 +116,10 @@ def test_reasons_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         "cute_kernels: decode: the engine's own, as it rains",
         "cute_kernels: in use in vllm 0.33.0: all",
     ]
+    monkeypatch.setenv(VARIABLE, "all")
+    found.requested()
+    found.fall_back("norm", "it snows")
+    assert [record.levelno for record in caplog.records] == [logging.INFO, logging.INFO, logging.WARNING]
 
 
 def test_a_patch_waits_for_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,6 +291,7 @@ def test_norm_and_output(step: type[Step]) -> None:
 
 def test_what_is_not_served_is_the_engines(step: type[Step], caplog: pytest.LogCaptureFixture) -> None:
     layer = make_layer(4)
+    plugin.PLUGIN.is_asked = True
     op, indexer = layer.indexer.indexer_op, layer.indexer
     step.metadata = metadata(layer, decodes=True)
     of_layer = step.metadata[indexer.k_cache.prefix]
