@@ -218,6 +218,7 @@ class DeepseekV41Attention(nn.Module):
         """
         check, config = Checker("draft layer"), self.config
         check.tensor("context", context, torch.bfloat16, (step.num_tokens, config.hidden_size))
+        check.require(self.kind == DRAFT, "layer", "one of the draft", f"layer {self.layer_index}, {self.kind}")
         self._check_step(check, step, caches, None)
         check.require(not step.is_draft, "step", "one of the model", "one of the draft")
         weight = self.fused_wqa_wkv.weight[config.q_lora_rank :]

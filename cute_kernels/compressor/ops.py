@@ -801,7 +801,7 @@ def compress_latent(
     token_to_req_indices   int32 [>= T']; a row whose request is not in 0..R-1 closes and keeps nothing
     out                    bf16 [T, 512], row-strided; of ratio 2 only the rows that close a latent are written
     use_pdl                start while the kernel before on the stream still runs (programmatic dependent launch), and
-                           wait for it before anything is read
+                           wait for it before anything but norm_weight is read
 
     Returns out. Raises ValueError or TypeError on arguments that do not fit.
     """

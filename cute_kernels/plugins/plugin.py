@@ -4,7 +4,7 @@ and what is logged.
 
 CUTE_KERNELS_PLUGIN   "off": nothing is touched. "all", or names of parts with commas between them; "force" among them
                       skips the check of the engine's version. Empty, or not there: the parts that have run on a GPU
-                      beside the engine's own, on GPUs like it. docs/engines.md says what the parts do
+                      beside the engine's own, on GPUs like it, with that release. docs/engines.md says what they do
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Plugin:
     supported   versions whose seams are known: from the first one on, below the second
     parts       which of PARTS exist for this engine
     proven      which of them have run on a GPU beside the engine's own, and are replaced if nobody asks for any
+    release     the engine's, with which they have
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class Plugin:
         supported: tuple[tuple[int, ...], tuple[int, ...]],
         parts: Sequence[str] = PARTS,
         proven: Sequence[str] = (),
+        release: tuple[int, ...] = (),
     ) -> None:
-        self.engine, self.supported, self.own, self.proven = engine, supported, tuple(parts), tuple(proven)
+        self.engine, self.supported, self.own = engine, supported, tuple(parts)
+        self.proven, self.release = tuple(proven), release
         self.is_asked = False
         """Whether the environment names what to replace."""
         self.log = logging.getLogger(f"{engine}.cute_kernels")
@@ -66,15 +69,15 @@ class Plugin:
         parts = frozenset(self.own if "all" in words else words & {*self.own})
         if not parts:
             return parts
-        version = self.version()
-        lowest, below = self.supported
-        if not lowest <= numbers(version) < below and "force" not in words:
-            known = f"{'.'.join(map(str, lowest))} to below {'.'.join(map(str, below))}"
-            self.tell(
-                f"nothing is replaced: {self.engine} is {version}, known is {known} (force: {VARIABLE}=force,...)"
-            )
-            return frozenset()
-        return parts
+        version, (lowest, below) = self.version(), self.supported
+        if not self.is_asked and numbers(version) != self.release:
+            known = f"{dotted(self.release)} has run with its parts (ask for them: {VARIABLE}=all)"
+        elif not lowest <= numbers(version) < below and "force" not in words:
+            known = f"known is {dotted(lowest)} to below {dotted(below)} (force: {VARIABLE}=force,...)"
+        else:
+            return parts
+        self.tell(f"nothing is replaced: {self.engine} is {version}, {known}")
+        return frozenset()
 
     def version(self) -> str:
         """Of the installed engine."""
@@ -127,6 +130,10 @@ def numbers(version: str) -> tuple[int, ...]:
     """The numbers of a release: (0, 33, 0) of "0.33.0rc1+cu130"."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(number) for number in found[0].split(".")) if found else ()
+
+
+def dotted(release: Sequence[int]) -> str:
+    return ".".join(map(str, release))
 
 
 _waiting: dict[str, list[Callable[[ModuleType], None]]] = {}

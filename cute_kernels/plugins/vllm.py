@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 else:
     Engines = object
 
-PLUGIN = Plugin("vllm", ((0, 33), (0, 34)), proven=PARTS)
+PLUGIN = Plugin("vllm", ((0, 33), (0, 34)), proven=PARTS, release=(0, 33, 0))
 
 MODEL = "vllm.models.deepseek_v4.nvidia.model"
 SELECTOR = "_select_dsv4_attn_cls"

@@ -301,6 +301,8 @@ def test_drafts_that_do_not_fit() -> None:
         layers[0](hidden, block, caches)
     with pytest.raises(ValueError, match="step: expected one of the model, got one of the draft"):
         draft.layers[0].store_context(hidden, block, caches)
+    with pytest.raises(ValueError, match="layer: expected one of the draft, got layer 0, window"):
+        layers[0].store_context(hidden, step, caches)
     with pytest.raises(ValueError, match="context: expected shape"):
         draft.layers[0].store_context(hidden[:4], step, caches)
     with pytest.raises(ValueError, match=r"query_lens: expected decodes of as many rows each, with is_draft, got"):

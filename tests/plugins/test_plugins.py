@@ -25,7 +25,7 @@ PROVEN = "decode", "norm"
 
 
 def plugin(version: str = "0.33.0") -> Plugin:
-    found = Plugin("vllm", ((0, 33), (0, 34)), proven=PROVEN)
+    found = Plugin("vllm", ((0, 33), (0, 34)), proven=PROVEN, release=(0, 33, 0))
     found.version = lambda: version  # type: ignore[method-assign]
     return found
 
@@ -99,6 +99,18 @@ def test_other_versions_are_left_alone(
     assert len(caplog.records) == (not known)
     monkeypatch.setenv(VARIABLE, "all,force")
     assert found.requested() == set(PARTS)
+
+
+@pytest.mark.parametrize(
+    ("version", "proven"), [("0.33.0", True), ("0.33.0+cu130", True), ("0.33.1", False), ("0.32.9", False)]
+)
+def test_by_default_only_the_release_that_parts_have_run_with(
+    version: str, proven: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    caplog.set_level("INFO")
+    assert plugin(version).requested() == (set(PROVEN) if proven else set())
+    assert ("0.33.0 has run with its parts" in caplog.text) == (not proven)
 
 
 def test_numbers_of_versions() -> None:
