@@ -65,11 +65,15 @@ from .parallel import TensorParallel
 from .rotary import RotaryEmbedding
 from .v41_caches import V41Caches
 from .v41_checkpoint import (
+    build_v41_draft_context,
     build_v41_layer,
+    random_v41_draft_context_tensors,
     random_v41_layer_tensors,
+    read_v41_draft_context_tensors,
     read_v41_layer_tensors,
 )
 from .v41_config import V41_PRESETS, DeepseekV41Config
+from .v41_draft import DeepseekV41DraftContext
 from .v41_layer import DeepseekV41Attention, V41Options
 from .v41_step import V41Selection, V41Step, V41StepBuilder, V41Tables, late_rows
 
@@ -103,6 +107,7 @@ __all__ = [
     "DeepseekV4SWACache",
     "DeepseekV41Attention",
     "DeepseekV41Config",
+    "DeepseekV41DraftContext",
     "GroupCommunicator",
     "KVCacheSpec",
     "LayerCaches",
@@ -118,6 +123,7 @@ __all__ = [
     "V41StepBuilder",
     "V41Tables",
     "build_layer",
+    "build_v41_draft_context",
     "build_v41_layer",
     "deepseek_v4_attention",
     "forward_context",
@@ -126,8 +132,10 @@ __all__ = [
     "late_rows",
     "plan_prefill",
     "random_layer_tensors",
+    "random_v41_draft_context_tensors",
     "random_v41_layer_tensors",
     "read_layer_tensors",
+    "read_v41_draft_context_tensors",
     "read_v41_layer_tensors",
     "register_layer",
     "unregister_layer",

@@ -26,8 +26,8 @@ from .config import DeepseekV4Config
 from .context import ContextParallel
 from .context_attention import ContextAttention
 from .context_step import ContextStep
-from .indexer import DeepseekV4Indexer
-from .linear import MOST_OWN_ROWS, Linear, bf16_product
+from .indexer import ALL, DeepseekV4Indexer
+from .linear import MOST_OWN_ROWS, Fp8Rows, Linear, bf16_product
 from .metadata import DeepseekV4Metadata
 from .mla import DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention, Workspace
 from .output import OutputProjection
@@ -84,7 +84,8 @@ class AttentionOptions:
                          weights are fetched while the kernel before still runs. Same bits. What writes a weight on the
                          stream of a step must be a launch without it, as any torch operation is
     bind_steps           an eager step keeps its launches and repeats them for the next step of its kind: decode steps
-                         from the first time on, those with prefill rows from the second (layers.bound). Same bits
+                         from the first time on, those with prefill rows from the second, except a context group's
+                         (layers.bound). Same bits
     aux_streams          CUDA streams for the independent GEMMs and the indexer; empty: one stream. None: steps of few
                          rows that are captured in a graph take one that all layers of a thread share, others none. Same
                          bits
@@ -127,7 +128,7 @@ class AttentionOptions:
 
 
 _OWN_OPTIONS = frozenset(("aux_streams", "tp", "cp", "workspace", "topk_indices_buffer"))
-_OF_CP = ("kv", "prefill", "heads", "wire", "shards", "swa")
+_OF_CP = ("kv", "prefill", "heads", "q", "wire", "shards", "swa")
 """Options that ranks have objects of their own for."""
 
 
@@ -174,6 +175,10 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         self.num_heads = tp.shard(config.num_attention_heads, "num_attention_heads")
         if self.num_heads > 128:
             raise ValueError(f"num_attention_heads: expected at most 128 per rank, got {self.num_heads}")
+        # heads whose queries the rank computes
+        self.query_heads, cp = self.num_heads, options.cp
+        if cp is not None and cp.q == "replicate" and self.compress_ratio > 1:
+            self.query_heads, _ = cp.split_heads(self.num_heads)
         self.rotary_emb = rotary_emb or RotaryEmbedding(config, self.compress_ratio > 1, options.max_model_len, device)
 
         hidden, head_dim, q_rank = config.hidden_size, config.head_dim, config.q_lora_rank
@@ -185,7 +190,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         self.fused_wqa_wkv = Linear(
             hidden, q_rank + head_dim, quantized="wqa_wkv" in quantized, label="wqa_wkv", **gemm
         )
-        self.wq_b = Linear(q_rank, self.num_heads * head_dim, quantized="wq_b" in quantized, label="wq_b", **gemm)
+        self.wq_b = Linear(q_rank, self.query_heads * head_dim, quantized="wq_b" in quantized, label="wq_b", **gemm)
         self.register_buffer("q_norm_weight", torch.ones(q_rank, dtype=torch.bfloat16, device=device))
         self.register_buffer("kv_norm_weight", torch.ones(head_dim, dtype=torch.bfloat16, device=device))
         limits = {"max_model_len": options.max_model_len, "max_num_tokens": options.max_num_tokens}
@@ -519,25 +524,27 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         if hidden_states.shape[0] > rows:
             out[rows:].zero_()
             hidden_states, out = hidden_states[:rows], out[:rows]
-        if binds and not isinstance(metadata, ContextStep) and self._is_bindable(hidden_states, metadata):
-            self._bound.run(
-                (bound_key(metadata), caches.addresses, self._weight_addresses(), *what),
-                hidden_states,
-                out,
-                body,
-                has_prefills=bool(metadata.num_prefill_tokens),
-            )
-        else:
+        key = self._bound_key(hidden_states, metadata) if binds else None
+        if key is None:
             body(hidden_states, out)
+            return
+        key = (key, caches.addresses, self._weight_addresses(), *what)
+        has_prefills = isinstance(metadata, DeepseekV4Metadata) and bool(metadata.num_prefill_tokens)
+        self._bound.run(key, hidden_states, out, body, has_prefills=has_prefills)
 
-    def _is_bindable(self, hidden_states: torch.Tensor, m: DeepseekV4Metadata) -> bool:
-        """Whether the launches of this step may be kept for others of its kind: on one stream."""
+    def _bound_key(self, hidden_states: torch.Tensor, metadata: DeepseekV4Metadata | ContextStep) -> Any:
+        """What stands for a step whose launches may be kept for others of its kind, on one stream; None: they may not,
+        as those of a context group's prefill rows, whose exchanges lie elsewhere each time."""
         options = self.options
-        if not options.bind_steps or not m.num_tokens or options.aux_streams:
-            return False
-        if m.num_prefill_tokens > BOUND_PREFILL_MAX_TOKENS:
-            return False
-        return BoundSteps.apply(hidden_states)
+        if not options.bind_steps or not metadata.num_tokens or options.aux_streams:
+            return None
+        if isinstance(metadata, ContextStep):
+            is_kept = metadata.prefills is None
+        else:
+            is_kept = metadata.num_prefill_tokens <= BOUND_PREFILL_MAX_TOKENS
+        if not is_kept or not BoundSteps.apply(hidden_states):
+            return None
+        return metadata.bound_key if isinstance(metadata, ContextStep) else bound_key(metadata)
 
     def _weight_addresses(self) -> tuple[int, ...]:
         """Where all weights and buffers of the layer lie: bound steps hold their addresses."""
@@ -636,18 +643,26 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         return self.wq_b.quantized and self.wq_b._has_fp8_product(device)
 
     def _queries(
-        self, qr: torch.Tensor, kv: torch.Tensor, squares: torch.Tensor | None
+        self, qr: torch.Tensor, kv: torch.Tensor, squares: torch.Tensor | None, heads: slice = ALL
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Queries [T, heads, 512], the indexer's [T, heads * 128] if there is one, and the normed kv [T, 512]. squares:
-        receives the sums of the queries' squares, or None."""
+        """Queries [T, heads, 512], the indexer's [T, heads * 128] if there is one, and the normed kv [T, 512].
+
+        squares   receives the sums of the queries' squares, or None
+        heads     those wanted of `query_heads`
+        """
         norms = (self.q_norm_weight, self.kv_norm_weight, self.config.rms_norm_eps)
-        shape, use_pdl = (self.num_heads, self.config.head_dim), self.options.use_pdl
+        head_dim, use_pdl = self.config.head_dim, self.options.use_pdl
+        shape = -1, head_dim
         stack = self._query_weights
         if not self._is_query_product_fp8(qr.device):
             qr, kv = fused_q_kv_rmsnorm(qr, kv, *norms, use_pdl=use_pdl)
             index_q = None if self.indexer is None else self.indexer.wq_b(qr)
-            return self.wq_b(qr).unflatten(-1, shape), index_q, kv
+            return self.wq_b(qr).unflatten(-1, shape)[:, heads], index_q, kv
         codes, scale, kv = fused_q_kv_rmsnorm_quant(qr, kv, *norms, use_pdl=use_pdl)
+        if heads != ALL:
+            rows = slice(heads.start * head_dim, heads.stop * head_dim)
+            index_q = None if self.indexer is None else self.indexer.wq_b.multiply(Fp8Rows(codes, scale))
+            return self.wq_b.multiply(Fp8Rows(codes, scale), rows=rows).unflatten(-1, shape), index_q, kv
         weight, weight_scale = (stack or self.wq_b).weight, (stack or self.wq_b).scale
         assert weight_scale is not None
         operands = codes, scale, weight, weight_scale

@@ -105,8 +105,11 @@ def _paths(directory: Path) -> tuple[dict[Path, list[str]] | None, list[Path]]:
     return listed, paths
 
 
-def held_layers(directory: str | Path) -> list[int]:
-    """Numbers of the layers of which the checkpoint has attention tensors, ascending. Reads names only."""
+def held_layers(directory: str | Path, first_draft: int | None = None) -> list[int]:
+    """Numbers of the layers of which the checkpoint has attention tensors, ascending. Reads names only.
+
+    first_draft   number of V4.1's first draft layer, of which `mtp.0.attn.` are the tensors; None: these do not count
+    """
     listed, paths = _paths(Path(directory))
     names: list[str] = []
     for path in paths:
@@ -118,8 +121,11 @@ def held_layers(directory: str | Path) -> list[int]:
                 names += file.keys()
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"checkpoint: cannot read {path}: {error}") from error
-    found = (re.match(r"(?:model\.)?layers\.(\d+)\.attn\.", name) for name in names)
-    return sorted({int(match[1]) for match in found if match})
+    found = [re.match(r"(?:model\.)?(layers|mtp)\.(\d+)\.attn\.", name) for name in names]
+    held = {int(match[2]) for match in found if match and match[1] == "layers"}
+    if first_draft is not None:
+        held |= {first_draft + int(match[2]) for match in found if match and match[1] == "mtp"}
+    return sorted(held)
 
 
 def read_layer_tensors(directory: str | Path, layer_index: int, config: DeepseekV4Config | None = None) -> Tensors:
@@ -130,13 +136,17 @@ def read_layer_tensors(directory: str | Path, layer_index: int, config: Deepseek
     config   of the layer they are for: a tensor of another shape is refused before memory is asked for
     """
     shapes = {} if config is None else tensor_shapes(config, config.compress_ratio_of(layer_index))
-    return read_tensors(directory, layer_index, shapes)
+    return read_tensors(directory, f"layers.{layer_index}.attn.", f"layer {layer_index}", shapes)
 
 
-def read_tensors(directory: str | Path, layer_index: int, shapes: dict[str, tuple[int, ...]]) -> Tensors:
-    """`read_layer_tensors` for a layer whose tensors have these shapes, as far as they are known."""
+def read_tensors(directory: str | Path, stem: str, label: str, shapes: dict[str, tuple[int, ...]]) -> Tensors:
+    """All tensors whose names begin with a stem, by the rest of them, as `read_layer_tensors` reads those of a layer.
+
+    label    what they are of, in messages
+    shapes   theirs, as far as they are known
+    """
     directory = Path(directory)
-    prefixes = tuple(f"{model}layers.{layer_index}.attn." for model in ("", "model."))
+    prefixes = stem, f"model.{stem}"
     listed, paths = _paths(directory)
     tensors: Tensors = {}
     for path in paths:
@@ -149,7 +159,7 @@ def read_tensors(directory: str | Path, layer_index: int, shapes: dict[str, tupl
                     if prefix is not None:
                         short = name[len(prefix) :]
                         if short in shapes:
-                            check_shape(layer_index, short, shapes[short], file.get_slice(name).get_shape())
+                            check_shape(label, short, shapes[short], file.get_slice(name).get_shape())
                         tensors[short] = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"checkpoint: cannot read {path}: {error}") from error
@@ -158,11 +168,9 @@ def read_tensors(directory: str | Path, layer_index: int, shapes: dict[str, tupl
     return tensors
 
 
-def check_shape(layer_index: int, name: str, shape: tuple[int, ...], found: Sequence[int]) -> None:
+def check_shape(label: str, name: str, shape: tuple[int, ...], found: Sequence[int]) -> None:
     if tuple(found) != shape:
-        raise CheckpointError(
-            f"checkpoint: layer {layer_index}: {name}: expected shape {list(shape)}, got {list(found)}"
-        )
+        raise CheckpointError(f"checkpoint: {label}: {name}: expected shape {list(shape)}, got {list(found)}")
 
 
 def scale_of(tensors: Tensors, linear: str) -> torch.Tensor | None:
@@ -186,7 +194,7 @@ def check_tensors(config: DeepseekV4Config, layer_index: int, tensors: Tensors) 
     for name, shape in tensor_shapes(config, config.compress_ratio_of(layer_index)).items():
         if name not in tensors:
             raise CheckpointError(f"checkpoint: layer {layer_index}: missing tensor {name}")
-        check_shape(layer_index, name, shape, tensors[name].shape)
+        check_shape(f"layer {layer_index}", name, shape, tensors[name].shape)
         linear = name.removesuffix(".weight")
         fp8 = tensors[name].dtype == torch.float8_e4m3fn
         if fp8 and linear not in QUANTIZED_TENSORS + DEQUANTIZED_TENSORS:
@@ -305,13 +313,15 @@ def load_layer(layer: DeepseekV4MultiHeadLatentAttentionWrapper, tensors: Tensor
     """Copy checked tensors into a layer, sliced for its tensor-parallel rank."""
     tp = layer.tp
 
-    def weight_and_scale(linear: str, dim: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def weight_and_scale(
+        linear: str, dim: int | None = None, ranks: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight, scale = tensors[linear + ".weight"], None
         if _is_fp8(tensors, linear):
             scale = scale_of(tensors, linear)
         if dim is None:
             return weight, scale
-        return tp.slice(weight, dim), None if scale is None else tp.slice(scale, dim)
+        return tp.slice(weight, dim, ranks), None if scale is None else tp.slice(scale, dim, ranks)
 
     def fill(module: Linear, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
         module.weight.copy_(weight)
@@ -338,7 +348,7 @@ def load_layer(layer: DeepseekV4MultiHeadLatentAttentionWrapper, tensors: Tensor
         if scale is not None:
             assert layer.fused_wqa_wkv.scale is not None
             layer.fused_wqa_wkv.scale.copy_(scale)
-        fill(layer.wq_b, *weight_and_scale("wq_b", 0))
+        fill(layer.wq_b, *weight_and_scale("wq_b", 0, layer.query_heads // layer.num_heads))
         norm(layer, "q_norm_weight", tensors["q_norm.weight"])
         norm(layer, "kv_norm_weight", tensors["kv_norm.weight"])
         layer.mla_attn.attn_sink.copy_(tp.slice(tensors["attn_sink"], 0))

@@ -19,6 +19,7 @@ T = TypeVar("T")
 KV_FORMS = ("replicated", "sharded")
 PREFILL_SPLITS = ("off", "zigzag")
 HEAD_FORMS = ("same", "own")
+QUERY_FORMS = ("gather", "replicate")
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WINDOWS = ("tail", "all")
 
@@ -53,6 +54,9 @@ class ContextParallel:
     prefill   "off": every rank computes all prefill rows. "zigzag": each has two segments of a request (`plan_prefill`)
     heads     "same": the ranks have the same heads, and whole weights between them. "own": they are neighbours in the
               tensor-parallel group, rank r of the group having the r-th heads of theirs; not with "zigzag"
+    q         queries of the other ranks' heads, where these have heads of their own and sharded caches: "gather", from
+              them in every step, or "replicate", from the weights of all of their heads, which then lie on every rank.
+              Of decode rows: prefill rows have the rank's own heads
     wire      "fp32" or "bf16": of partial results of attention. bf16 halves their bytes, relative error 2.5e-3
     shards    a multiple of the group's size: partial results are those of so many shards of a request, whoever has
               them, so that all sizes that divide it give the same bits. 0: one a rank, the fewest bytes
@@ -64,6 +68,7 @@ class ContextParallel:
     kv: str = "replicated"
     prefill: str = "off"
     heads: str = "same"
+    q: str = "gather"
     wire: str = "fp32"
     shards: int = 0
     swa: str = "tail"
@@ -71,14 +76,16 @@ class ContextParallel:
 
     def __post_init__(self) -> None:
         for name, choices in (
-            ("kv", KV_FORMS), ("prefill", PREFILL_SPLITS), ("heads", HEAD_FORMS), ("wire", tuple(WIRES)),
-            ("swa", WINDOWS),
+            ("kv", KV_FORMS), ("prefill", PREFILL_SPLITS), ("heads", HEAD_FORMS), ("q", QUERY_FORMS),
+            ("wire", tuple(WIRES)), ("swa", WINDOWS),
         ):  # fmt: skip
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"ContextParallel: {name}: expected one of {choices}, got {value!r}")
         if self.prefill != "off" and self.heads != "same":
             raise ValueError("ContextParallel: prefill: expected 'off' where ranks have heads of their own")
+        if self.q != "gather" and (self.heads, self.kv) != ("own", "sharded"):
+            raise ValueError("ContextParallel: q: expected 'gather' but with heads 'own' and kv 'sharded'")
         if self.shards < 0 or self.shards % self.size:
             raise ValueError(
                 f"ContextParallel: shards: expected a multiple of the group's {self.size} ranks, got {self.shards}"

@@ -25,12 +25,13 @@ from cute_kernels.indexer.ops import (
     top_k_per_row_decode,
 )
 from cute_kernels.kv_cache.ops import pack_records, unpack_records
+from cute_kernels.runtime.compile import call
 from cute_kernels.sparse_mla.ops import merge_attention_states, sparse_mla_decode
 
 from .caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, LayerCaches, PagedCache
 from .context import WIRES, ContextParallel
 from .context_step import ContextStep, DecodeShare, Exchange, PrefillShare
-from .indexer import step_columns
+from .indexer import ALL
 from .metadata import DeepseekV4Metadata
 from .streams import run_on_streams
 
@@ -77,15 +78,26 @@ class ContextAttention:
         out: torch.Tensor,
     ) -> None:
         """From the products of the hidden states to out bf16 [T, heads, 512]."""
-        layer = self.layer
-        qr, kv = qr_kv.split([layer.config.q_lora_rank, layer.config.head_dim], dim=-1)
-        q, index_q, kv = layer._queries(qr, kv, None)
-        decodes = step.num_decode_tokens
-        rows = (q, kv, index_q, *products)
+        layer, cp, decodes = self.layer, self.cp, step.num_decode_tokens
+        every = self._rows(qr_kv, products) if layer.query_heads == layer.num_heads else None
+
+        def rows(part: slice, heads: slice) -> Products:
+            if every is not None:
+                return _slice(every, part)
+            return self._rows(qr_kv[part], _slice(products, part), heads)
+
         if step.decodes is not None and decodes:
-            self._decode(_slice(rows, slice(decodes)), step.decodes, caches, out[:decodes])
+            self._decode(rows(slice(decodes), ALL), step.decodes, caches, out[:decodes])
         if step.prefills is not None:
-            self._prefill(_slice(rows, slice(decodes, None)), step.prefills, caches, out[decodes:], decodes)
+            heads = slice(cp.rank * layer.num_heads, (cp.rank + 1) * layer.num_heads)
+            self._prefill(rows(slice(decodes, None), heads), step.prefills, caches, out[decodes:], decodes)
+
+    def _rows(self, qr_kv: torch.Tensor, products: Products, heads: slice = ALL) -> Products:
+        """Queries of some heads, kv and the indexer's queries, and the rows' other products."""
+        config = self.layer.config
+        qr, kv = qr_kv.split([config.q_lora_rank, config.head_dim], dim=-1)
+        q, index_q, kv = self.layer._queries(qr, kv, None, heads)
+        return q, kv, index_q, *products
 
     # ---- prefill rows
 
@@ -280,7 +292,7 @@ class ContextAttention:
         width = HEAD_DIM * rows + per_lse * round_up(rows, 4)
         sent = torch.empty(heads, width, dtype=wire, device=q.device)
         received = torch.empty(cp.parts + 1, per_rank, width, dtype=wire, device=q.device)
-        streams = layer._streams(rows, q.device)
+        streams, device_index = layer._streams(rows, q.device), q.get_device()
 
         def views(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             """(results [..., b, s_q, h, 512], LSEs [..., b, h, s_q]) of [..., h, S]."""
@@ -289,8 +301,9 @@ class ContextAttention:
             lses = part.view(torch.float32)[..., first : first + rows].unflatten(-1, shape)
             return results.movedim(-4, -2), lses.movedim(-3, -2)
 
-        own = slice(None) if cp.heads == "own" else slice(cp.rank * per_rank, (cp.rank + 1) * per_rank)
-        own_q, swa = q[:, own], m.decode_swa_indices.view(*shape, -1)
+        own = slice(cp.rank * per_rank, (cp.rank + 1) * per_rank)
+        own_q = q if q.shape[1] == per_rank else q[:, own]
+        swa = m.decode_swa_indices.view(*shape, -1)
         common: dict[str, Any] = {
             "softmax_scale": attention.scale,
             "kv_format": caches.swa.kv_format.id,
@@ -311,39 +324,44 @@ class ContextAttention:
                 whole = every_q.unflatten(0, shape)
                 sparse_mla_decode(whole, caches.swa.data, swa[..., :0], out=result, lse=lse, **common, **extra)
                 parts = received[number * cp.size : (number + 1) * cp.size]
-                cp.communicator.all_to_all(parts, sent.view(cp.size, per_rank, width))
+                call(cp.communicator.all_to_all, device_index, parts, sent.view(cp.size, per_rank, width))
             return received
 
         every_q, keys = q, None
         tasks: list[Callable[[], torch.Tensor]] = []
-        if cp.heads == "own":
-            tasks.append(lambda: self._all_heads(q))
+        if q.shape[1] != heads:
+            tasks.append(lambda: self._gather_heads(q, q.new_empty((rows, heads, HEAD_DIM))))
         if layer.indexer is not None and not layer.indexer.indexer_op.sees_few(m):
             assert scored is not None
             query = scored
             tasks.append(lambda: self._own_keys(query, share, caches))
         done = run_on_streams(tasks, streams, q.device)
-        if cp.heads == "own":
+        if q.shape[1] != heads:
             every_q = done.pop(0)
         if done:
             (keys,) = done
         run_on_streams([entries, window], streams, q.device)
         results, lses = views(received)
-        sink = attention.attn_sink[own]
         if cp.heads == "own":
+            sink = attention.attn_sink
             merge_attention_states(results, lses, sink, out=out.unflatten(0, shape), return_lse=False)
             return
         merged = torch.empty(rows, per_rank, HEAD_DIM, dtype=torch.bfloat16, device=q.device)
+        sink = attention.attn_sink[own]
         merge_attention_states(results, lses, sink, out=merged.unflatten(0, shape), return_lse=False)
-        gathered = merged.new_empty((cp.size, *merged.shape))
-        cp.communicator.all_gather(gathered, merged)
-        out.unflatten(1, (cp.size, per_rank)).copy_(gathered.transpose(0, 1))
+        self._gather_heads(merged, out)
 
-    def _all_heads(self, q: torch.Tensor) -> torch.Tensor:
-        """Queries of all ranks' heads [T, N * h, 512] from the rank's own."""
-        gathered = q.new_empty((self.cp.size, *q.shape))
-        self.cp.communicator.all_gather(gathered, q.contiguous())
-        return gathered.transpose(0, 1).flatten(1, 2)
+    def _gather_heads(self, own: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """All ranks' heads, into out [T, N * h, 512], from the rank's own ones [T, h, 512]."""
+        size, heads = self.cp.size, own.shape[1]
+        gathered, device_index = own.new_empty((size, *own.shape)), own.get_device()
+        if not own.is_contiguous():
+            dense = own.new_empty(own.shape)
+            call(_copy_into, device_index, dense, own)
+            own = dense
+        call(self.cp.communicator.all_gather, device_index, gathered, own)
+        call(_copy_into, device_index, out.unflatten(1, (size, heads)), gathered.transpose(0, 1))
+        return out
 
     def _own_entries(self, keys: torch.Tensor | None, share: DecodeShare, caches: LayerCaches) -> list[dict[str, Any]]:
         """Arguments of `sparse_mla_decode` that name the entries of each part on this rank, by their order. keys: of
@@ -369,7 +387,7 @@ class ContextAttention:
                 slots = all_visible_entries(lens, op.topk_tokens, slot_block_table=table, slot_rows_per_page=page)
                 found.append((slots, lens))
         else:
-            cp.communicator.all_gather(keys[: cp.size], keys[cp.size])
+            call(cp.communicator.all_gather, keys.get_device(), keys[: cp.size], keys[cp.size])
             for turn, table in enumerate(share.tables):
                 slots, lens = merge_top_k_keys(
                     keys[: cp.size],
@@ -404,7 +422,7 @@ class ContextAttention:
             share.visible,
             share.block_table,
             None,
-            step_columns(share.columns),
+            share.columns,
             kv_format=caches.indexer.kv_format.id,
         )
         picks = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
@@ -423,6 +441,10 @@ def _both(sources: LayerCaches, targets: LayerCaches) -> list[tuple[PagedCache, 
     """The caches of entries: compressed, and the indexer's if there is one."""
     pairs = (sources.compressed, targets.compressed), (sources.indexer, targets.indexer)
     return [(source, target) for source, target in pairs if source is not None and target is not None]
+
+
+def _copy_into(out: torch.Tensor, x: torch.Tensor) -> None:
+    out.copy_(x)
 
 
 def _copy(source: PagedCache, target: PagedCache, exchange: Exchange) -> None:

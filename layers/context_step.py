@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ import torch
 
 from cute_kernels.paging import context_local_lens, entries_to_slots, expand_block_table
 
+from .bound import bound_key
 from .caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOCK_SIZE
 from .config import AttentionConfig
 from .context import BORDER, ContextParallel, PrefillPlan, Segment, plan_prefill, undivided_prefill
+from .indexer import step_columns
 from .metadata import BlockTables, DeepseekV4Metadata, DeepseekV4MetadataBuilder, Ints
 
 HALO_ROWS = 4
@@ -46,7 +49,7 @@ class DecodeShare:
     tables         of each part of a request that is on this rank, its pages among these, and in
     lens           int32 [b, s_q], the entries of it that a row sees
     visible        int32 [b, s_q]: of ratio 4, entries on this rank that a row sees
-    columns        more than any of them
+    columns        more than any of them, as many as scores have
     """
 
     metadata: DeepseekV4Metadata
@@ -55,6 +58,12 @@ class DecodeShare:
     lens: list[torch.Tensor] = field(default_factory=list)
     visible: torch.Tensor | None = None
     columns: int = 0
+
+    @cached_property
+    def bound_key(self) -> tuple[Any, ...]:
+        """What the launches of a step with these rows depend on, as of layers.bound.bound_key."""
+        tensors = [x for x in (self.block_table, *self.tables, *self.lens, self.visible) if x is not None]
+        return bound_key(self.metadata), self.columns, *((x.data_ptr(), tuple(x.shape), x.stride()) for x in tensors)
 
 
 @dataclass
@@ -115,6 +124,12 @@ class ContextStep:
     def num_tokens(self) -> int:
         """Rows of this rank."""
         return self.num_decode_tokens + (0 if self.prefills is None else self.prefills.rows)
+
+    @property
+    def bound_key(self) -> tuple[Any, ...]:
+        """Of a step with decode rows alone."""
+        assert self.decodes is not None
+        return self.decodes.bound_key
 
     @property
     def parts(self) -> list[DeepseekV4Metadata]:
@@ -241,13 +256,16 @@ class ContextStepBuilder:
             prefills = self._prefill_share(ratio, rest, lengths, block_tables, num_decodes, plan, upload)
         first = 0 if decodes is None else decodes.metadata.num_decode_tokens
         positions = [p.positions for p in (decodes and decodes.metadata, prefills and prefills.metadata) if p]
+        if not positions:
+            positions = [torch.zeros(0, dtype=torch.int64, device=self.device)]
         step = ContextStep(
             ratio,
             cp,
             decodes,
             prefills,
             plan,
-            torch.cat(positions) if positions else torch.zeros(0, dtype=torch.int64, device=self.device),
+            # those of decode rows alone stay where they are
+            positions[0] if len(positions) == 1 else torch.cat(positions),
             {"query_lens": str(query), "seq_lens": str(seqs), "num_decodes": str(num_decodes)},
             None,
             None,
@@ -303,7 +321,7 @@ class ContextStepBuilder:
         if ratio == 4:
             share.visible = self._kept("visible", ratio, context_local_lens(lens, ratio, cp.size, cp.rank))
             pages = -(-m.max_seq_len // KV_BLOCK_SIZE)
-            share.columns = -(-pages // cp.size) * (KV_BLOCK_SIZE // ratio)
+            share.columns = step_columns(-(-pages // cp.size) * (KV_BLOCK_SIZE // ratio))
         return share
 
     def _prefill_share(

@@ -165,14 +165,20 @@ class Linear(nn.Module):
     def quantize(self, x: torch.Tensor) -> Fp8Rows:
         return Fp8Rows(*quantize_fp8_1x128(x, use_pdl=self.use_pdl))
 
-    def multiply(self, x: Fp8Rows, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The product of quantized rows, on a GPU."""
+    def multiply(self, x: Fp8Rows, out: torch.Tensor | None = None, rows: slice | None = None) -> torch.Tensor:
+        """The product of quantized rows, on a GPU.
+
+        rows   of the weight, from and to a multiple of 128; None: all
+        """
         assert self.scale is not None
+        weight, scale = self.weight, self.scale
+        if rows is not None:
+            weight, scale = weight[rows], scale[rows.start // WEIGHT_BLOCK : rows.stop // WEIGHT_BLOCK]
         return fp8_linear(
             x.codes,
             x.scale,
-            self.weight,
-            self.scale,
+            weight,
+            scale,
             out_dtype=self.out_dtype,
             out=out,
             batch_invariant=self.batch_invariant,

@@ -285,6 +285,8 @@ class DeepseekV4MLAAttention(nn.Module):
         shape = m.decode_batch()
         rows = m.num_decode_tokens
         extra: dict[str, Any] = {}
+        # those of the step's metadata, whose kernel lets no other begin before it has ended
+        constant_lists = 2
         if caches.compressed is not None:
             assert m.compressed_block_table is not None
             extra = {"extra_k_cache": caches.compressed.data, "extra_kv_format": caches.compressed.kv_format.id}
@@ -292,6 +294,7 @@ class DeepseekV4MLAAttention(nn.Module):
                 assert topk_indices is not None
                 assert m.decode_topk_lens is not None
                 indices, lens = topk_indices[:rows], m.decode_topk_lens
+                constant_lists = 1 if slots else 0
                 if not slots:
                     indices, lens = compute_global_topk_indices_and_lens(
                         indices,
@@ -322,6 +325,7 @@ class DeepseekV4MLAAttention(nn.Module):
             workspace=self._decode_workspace(q.device),
             q_norm=q_norm,
             output_quant=output_quant,
+            constant_lists=constant_lists,
             **extra,
         )
 

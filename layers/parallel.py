@@ -84,10 +84,10 @@ class TensorParallel:
             raise ValueError(f"TensorParallel: size: expected a divisor of {what} = {count}, got {self.size}")
         return count // self.size
 
-    def slice(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's contiguous part of `x` along `dim`."""
-        share = self.shard(x.shape[dim], f"dimension {dim}")
-        return x.narrow(dim, self.rank * share, share)
+    def slice(self, x: torch.Tensor, dim: int, ranks: int = 1) -> torch.Tensor:
+        """This rank's contiguous part of `x` along `dim`, or that of the `ranks` neighbours it is one of."""
+        share = self.shard(x.shape[dim], f"dimension {dim}") * ranks
+        return x.narrow(dim, self.rank // ranks * share, share)
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' partial outputs, in bf16."""

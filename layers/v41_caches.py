@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from cute_kernels import formats
+from cute_kernels.formats import V41_KV_CACHES
 
 from .caches import (
     INDEX_CACHES,
@@ -18,15 +19,7 @@ from .caches import (
     DeepseekV4IndexerCache,
     DeepseekV4SWACache,
 )
-from .v41_config import WINDOW, DeepseekV41Config
-
-V41_KV_CACHES = {
-    "fp8_ds_mla": (formats.FP8_DS_MLA, formats.FP8_DS_MLA),
-    "fp8_ds_mla+nvfp4_v41": (formats.FP8_DS_MLA, formats.NVFP4_V41),
-    "mxfp8_v41": (formats.MXFP8_V41, formats.MXFP8_V41),
-    "mxfp8_v41+nvfp4_v41": (formats.MXFP8_V41, formats.NVFP4_V41),
-}
-"""By name: formats of windows and of entries."""
+from .v41_config import DeepseekV41Config
 
 ENTRY_BLOCK_SIZE = 128
 """Source tokens per page of entries and of index keys: 64 or 128 rows, of ratio 2 or 1."""
@@ -70,7 +63,7 @@ class V41Caches:
         entry_blocks    pages of 128 source tokens of each source's entries, and of its keys
         rings           requests that may be in flight
         ring_rows       even, and more than the drafts of a step
-        kv_cache        one of V41_KV_CACHES; the model's own is "mxfp8_v41+nvfp4_v41"
+        kv_cache        one of formats.V41_KV_CACHES; the model's own is "mxfp8_v41+nvfp4_v41"
         index_cache     "fp8" or "mxfp4"
         """
         if kv_cache not in V41_KV_CACHES:
@@ -93,7 +86,7 @@ class V41Caches:
                 state,
             )
 
-        sources = {config.source_of(layer) for layer in wanted if config.kind_of(layer) != WINDOW}
+        sources = {config.source_of(layer) for layer in wanted if config.compress_ratio_of(layer)}
         return cls(
             {
                 layer: DeepseekV4SWACache(mine.allocate(window_blocks, SWA_BLOCK_SIZE, device), mine, SWA_BLOCK_SIZE)

@@ -14,15 +14,20 @@ from .checkpoint import FLOATS, CheckpointError, Tensors, check_shape, is_usable
 from .linear import Linear
 from .rotary import RotaryEmbedding
 from .v41_config import SOURCE, DeepseekV41Config
+from .v41_draft import DeepseekV41DraftContext
 from .v41_layer import DeepseekV41Attention, V41Options, WeightBytes
 
 V41_WEIGHT_BLOCK = 32
-V41_QUANTIZED_TENSORS = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "indexer.wq_b")
+V41_QUANTIZED_TENSORS = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "indexer.wq_b", "proj")
 """Linears that a checkpoint stores as FP8. Any other may be, if it comes with a scale."""
+
+DRAFT_CONTEXT = "mtp.0.main_"
+"""What names of a draft context's tensors begin with."""
 
 
 def v41_tensor_shapes(config: DeepseekV41Config, layer_index: int) -> dict[str, tuple[int, ...]]:
-    """Names (behind `layers.N.attn.`) and shapes of a layer's tensors, scales left out."""
+    """Names (behind `layers.N.attn.`, of a draft layer `mtp.M.attn.`) and shapes of a layer's tensors, scales left
+    out."""
     hidden, head, q_rank = config.hidden_size, config.head_dim, config.q_lora_rank
     shapes: dict[str, tuple[int, ...]] = {
         "wq_a.weight": (q_rank, hidden),
@@ -59,14 +64,20 @@ def expand_weight(name: str, weight: torch.Tensor, scale: torch.Tensor) -> torch
     return expanded
 
 
-def expand_tensors(config: DeepseekV41Config, layer_index: int, tensors: Tensors) -> tuple[Tensors, WeightBytes]:
-    """The tensors that a layer reads, checked, without scales: in bf16, sinks in fp32; and what they take."""
-    where, found, stored = f"checkpoint: layer {layer_index}", {}, 0
-    for name, shape in v41_tensor_shapes(config, layer_index).items():
+def v41_draft_context_shapes(config: DeepseekV41Config) -> dict[str, tuple[int, ...]]:
+    """Names (behind DRAFT_CONTEXT) and shapes of its tensors, scales left out."""
+    hidden = config.hidden_size
+    return {"proj.weight": (hidden, len(config.draft_target_layer_ids) * hidden), "norm.weight": (hidden,)}
+
+
+def expand_tensors(label: str, shapes: dict[str, tuple[int, ...]], tensors: Tensors) -> tuple[Tensors, WeightBytes]:
+    """The tensors that a module reads, checked, without scales: in bf16, sinks in fp32; and what they take."""
+    where, found, stored = f"checkpoint: {label}", {}, 0
+    for name, shape in shapes.items():
         if name not in tensors:
             raise CheckpointError(f"{where}: missing tensor {name}")
         tensor, linear = tensors[name], name.removesuffix(".weight")
-        check_shape(layer_index, name, shape, tensor.shape)
+        check_shape(label, name, shape, tensor.shape)
         if not is_usable(name, tensor):
             raise CheckpointError(f"{where}: {name}: holds NaN or infinite values")
         stored += tensor.nbytes
@@ -82,7 +93,7 @@ def expand_tensors(config: DeepseekV41Config, layer_index: int, tensors: Tensors
             if not bool((scale.isfinite() & (scale > 0)).all()):
                 raise CheckpointError(f"{where}: {linear}.scale: expected finite scales above 0")
             stored += scale.numel()
-            found[name] = expand_weight(f"layer {layer_index}: {name}", tensor, scale)
+            found[name] = expand_weight(f"{label}: {name}", tensor, scale)
         elif tensor.dtype in FLOATS:
             if overflows(name, tensor):
                 raise CheckpointError(f"{where}: {name}: holds values beyond those of its layer")
@@ -93,15 +104,33 @@ def expand_tensors(config: DeepseekV41Config, layer_index: int, tensors: Tensors
 
 
 def read_v41_layer_tensors(directory: str | Path, layer_index: int, config: DeepseekV41Config | None = None) -> Tensors:
-    """All tensors of `layers.N.attn.` of a checkpoint, as `read_layer_tensors` reads those of V4."""
-    return read_tensors(directory, layer_index, {} if config is None else v41_tensor_shapes(config, layer_index))
+    """All tensors of `layers.N.attn.` of a checkpoint, as `read_layer_tensors` reads those of V4; of a draft layer,
+    which needs the config, those of `mtp.M.attn.`."""
+    shapes = {} if config is None else v41_tensor_shapes(config, layer_index)
+    first_draft = layer_index + 1 if config is None else config.num_hidden_layers
+    name = f"layers.{layer_index}" if layer_index < first_draft else f"mtp.{layer_index - first_draft}"
+    return read_tensors(directory, f"{name}.attn.", f"layer {layer_index}", shapes)
+
+
+def read_v41_draft_context_tensors(directory: str | Path, config: DeepseekV41Config) -> Tensors:
+    """The tensors of a checkpoint's draft context, by their names behind DRAFT_CONTEXT."""
+    return read_tensors(directory, DRAFT_CONTEXT, DRAFT_CONTEXT, v41_draft_context_shapes(config))
 
 
 def random_v41_layer_tensors(config: DeepseekV41Config, layer_index: int, seed: int = 0) -> Tensors:
     """Seeded weights in the published form: FP8 in 32 x 32 blocks with e8m0 scales where a checkpoint has them."""
-    generator = torch.Generator().manual_seed(seed * 1000003 + layer_index)
+    return _random_tensors(v41_tensor_shapes(config, layer_index), seed * 1000003 + layer_index)
+
+
+def random_v41_draft_context_tensors(config: DeepseekV41Config, seed: int = 0) -> Tensors:
+    """Seeded weights of a draft context, as `random_v41_layer_tensors` makes those of a layer."""
+    return _random_tensors(v41_draft_context_shapes(config), seed * 1000003 + len(config.compress_ratios))
+
+
+def _random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
-    for name, shape in v41_tensor_shapes(config, layer_index).items():
+    for name, shape in shapes.items():
         value, linear = torch.randn(shape, generator=generator), name.removesuffix(".weight")
         if name.endswith("norm.weight"):
             tensors[name] = (1 + 0.1 * value).bfloat16()
@@ -126,7 +155,8 @@ def _quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def load_v41_layer(layer: DeepseekV41Attention, tensors: Tensors) -> WeightBytes:
     """Check and expand tensors, and copy them into a layer, sliced for its tensor-parallel rank. Returns what all of
     them take."""
-    found, size = expand_tensors(layer.config, layer.layer_index, tensors)
+    shapes = v41_tensor_shapes(layer.config, layer.layer_index)
+    found, size = expand_tensors(f"layer {layer.layer_index}", shapes, tensors)
     tp = layer.tp
 
     def fill(module: Linear, *parts: str) -> None:
@@ -168,3 +198,19 @@ def build_v41_layer(
     layer = DeepseekV41Attention(config, layer_index, options=options, rotary_emb=rotary_emb, device=device)
     layer.weight_bytes = load_v41_layer(layer, tensors)
     return layer
+
+
+def build_v41_draft_context(
+    config: DeepseekV41Config,
+    tensors: Tensors,
+    *,
+    batch_invariant: bool = False,
+    device: torch.device | str = "cpu",
+) -> DeepseekV41DraftContext:
+    """A draft's context with these weights."""
+    context = DeepseekV41DraftContext(config, batch_invariant=batch_invariant, device=device)
+    found, _ = expand_tensors(DRAFT_CONTEXT, v41_draft_context_shapes(config), tensors)
+    with torch.no_grad():
+        context.proj.weight.copy_(found["proj.weight"])
+        context.norm_weight.copy_(found["norm.weight"])
+    return context

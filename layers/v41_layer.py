@@ -10,19 +10,20 @@ import torch
 from torch import nn
 
 from cute_kernels.compressor.ops import compress_latent, k_norm_rope_store, rope_quant_insert
+from cute_kernels.formats import V41_KV_CACHES
 from cute_kernels.kv_cache.ops import fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
-from cute_kernels.norm.ops import fused_q_kv_rmsnorm
+from cute_kernels.norm.ops import fused_q_kv_rmsnorm, mtp_shared_head_rmsnorm
 from cute_kernels.runtime.checks import Checker
 
-from .caches import INDEX_CACHES, SWA_BLOCK_SIZE
-from .linear import Linear
+from .caches import INDEX_CACHES, SWA_BLOCK_SIZE, DeepseekV4SWACache
+from .linear import Linear, bf16_product
 from .mla import Workspace
 from .output import OutputProjection
 from .parallel import TensorParallel
 from .rotary import RotaryEmbedding
 from .v41_attention import V41SparseAttention
-from .v41_caches import V41_KV_CACHES, V41Caches, V41SourceCaches
-from .v41_config import SOURCE, WINDOW, DeepseekV41Config
+from .v41_caches import V41Caches, V41SourceCaches
+from .v41_config import DRAFT, SOURCE, DeepseekV41Config
 from .v41_indexer import V41Indexer
 from .v41_step import V41Selection, V41Step
 
@@ -31,7 +32,7 @@ from .v41_step import V41Selection, V41Step
 class V41Options:
     """How a layer runs.
 
-    kv_cache          formats of windows and entries, by name: one of v41_caches.V41_KV_CACHES
+    kv_cache          formats of windows and entries, by name: one of formats.V41_KV_CACHES
     index_cache       "fp8" or "mxfp4": format of indexer queries and keys; the model's own is the latter
     batch_invariant   as AttentionOptions has it
     max_model_len     longest sequence; sizes the rotary table
@@ -182,30 +183,21 @@ class DeepseekV41Attention(nn.Module):
         """(output bf16 [T, hidden], the selection for the next layer).
 
         hidden_states   bf16 [T, hidden], input after attn_norm
-        step            of V41StepBuilder
+        step            of V41StepBuilder; a draft's layers run its blocks, all others the model's rows
         caches          the layer's window, and what its source stores; mutated
         selection       what the layer before returned in this step
         """
         check = Checker("attention layer")
         check.tensor("hidden_states", hidden_states, torch.bfloat16, (step.num_tokens, self.config.hidden_size))
         source = self._check_step(check, step, caches, selection)
+        is_draft = self.kind == DRAFT
+        check.require(step.is_draft == is_draft, "step", f"is_draft = {is_draft} of its builder", step.is_draft)
         m, config, table = step.window, self.config, self.rotary_emb.cos_sin_cache
-        window = caches.windows[self.layer_index]
         qr, kv = self.fused_wqa_wkv(hidden_states).split([config.q_lora_rank, config.head_dim], dim=-1)
         qr, kv = fused_q_kv_rmsnorm(qr, kv, self.q_norm_weight, self.kv_norm_weight, config.rms_norm_eps)
         q = self.wq_b(qr).unflatten(-1, (self.num_heads, config.head_dim))
-        fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
-            q,
-            kv,
-            window.data,
-            m.slot_mapping,
-            m.positions,
-            table,
-            config.rms_norm_eps,
-            SWA_BLOCK_SIZE,
-            apply_q_norm=False,
-            kv_format=window.kv_format.id,
-        )
+        window = caches.windows[self.layer_index]
+        self._rotate_and_store(q, kv, step, window)
         if self.compressor is not None:
             assert source is not None
             self.compressor(hidden_states, step, source, table)
@@ -216,6 +208,41 @@ class DeepseekV41Attention(nn.Module):
         entries = None if source is None else source.entries
         self.attention(q, window, entries, step, None if source is None else selection, out)
         return self.tp.sum(self.o_proj(out, m.positions, table)), selection
+
+    def store_context(self, context: torch.Tensor, step: V41Step, caches: V41Caches) -> None:
+        """Of a draft layer: store window rows of a step of the model, for blocks that are behind them.
+
+        context   bf16 [T, hidden], of the step's rows, as DeepseekV41DraftContext makes it
+        step      of the model: its window's table is that of the draft's steps
+        caches    the layer's window; mutated
+        """
+        check, config = Checker("draft layer"), self.config
+        check.tensor("context", context, torch.bfloat16, (step.num_tokens, config.hidden_size))
+        check.require(self.kind == DRAFT, "layer", "one of the draft", f"layer {self.layer_index}, {self.kind}")
+        self._check_step(check, step, caches, None)
+        check.require(not step.is_draft, "step", "one of the model", "one of the draft")
+        weight = self.fused_wqa_wkv.weight[config.q_lora_rank :]
+        product = bf16_product(
+            context, weight, torch.bfloat16, label="wkv", batch_invariant=self.options.batch_invariant
+        )
+        kv = mtp_shared_head_rmsnorm(product, self.kv_norm_weight, config.rms_norm_eps)
+        no_queries = kv.new_empty(step.num_tokens, 0, config.head_dim)
+        self._rotate_and_store(no_queries, kv, step, caches.windows[self.layer_index])
+
+    def _rotate_and_store(self, q: torch.Tensor, kv: torch.Tensor, step: V41Step, window: DeepseekV4SWACache) -> None:
+        """Rotate queries in place, and normed rows into the window."""
+        fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
+            q,
+            kv,
+            window.data,
+            step.window.slot_mapping,
+            step.window.positions,
+            self.rotary_emb.cos_sin_cache,
+            self.config.rms_norm_eps,
+            SWA_BLOCK_SIZE,
+            apply_q_norm=False,
+            kv_format=window.kv_format.id,
+        )
 
     def _check_step(
         self, check: Checker, step: V41Step, caches: V41Caches, selection: V41Selection | None
@@ -228,7 +255,7 @@ class DeepseekV41Attention(nn.Module):
         check.require(layer in caches.windows, "caches.windows", f"a window of layer {layer}", sorted(caches.windows))
         (fmt, entry_fmt), given_fmt = V41_KV_CACHES[self.options.kv_cache], caches.windows[layer].kv_format
         check.require(fmt == given_fmt, "caches.windows", f"format {fmt.id}", given_fmt.id)
-        if self.kind == WINDOW:
+        if self.compress_ratio == 0:
             return None
         owner = config.source_of(layer)
         check.require(owner in caches.sources, "caches.sources", f"those of layer {owner}", sorted(caches.sources))

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from cute_kernels.compressor.ops import get_compressed_slot_mapping
+from cute_kernels.indices.ops import compute_decode_swa_indices
 from cute_kernels.runtime.checks import Checker
 
+from .caches import SWA_BLOCK_SIZE
 from .metadata import BlockTables, DeepseekV4Metadata, DeepseekV4MetadataBuilder
 from .v41_caches import ENTRY_BLOCK_SIZE
 from .v41_config import DeepseekV41Config
@@ -53,23 +55,28 @@ class V41Step:
     """A step of layers that run the same rows. Rows: tokens of decode requests first, then those of prefill requests.
 
     window           what a window needs, as of a layer of V4 without entries
-    window_slots     int32 [D, 1, window]: slots of each decode row's window, -1 where there is no row
+    window_slots     int32 [D, 1, window]: slots of each decode row's window, -1 where there is no row; of a draft the
+                     window in front of its block, and the block
+    window_lens      int32 [D]: columns of these
     gather_lens      int32 [P]: tokens of each prefill request that its window reads
     tables           as given
     ring_slots       int64 [T]: where rows' projections are kept
     ring_rows        of a ring
     entries          by ratio
     entry_table      int32: the table of entries, one row for each request of `window.decode_batch()`
+    is_draft         rows of a request are a block, for draft layers
     """
 
     window: DeepseekV4Metadata
     window_slots: torch.Tensor
+    window_lens: torch.Tensor
     gather_lens: torch.Tensor
     tables: V41Tables
     ring_slots: torch.Tensor | None
     ring_rows: int
     entries: dict[int, V41Entries]
     entry_table: torch.Tensor | None
+    is_draft: bool
 
     @property
     def num_tokens(self) -> int:
@@ -167,6 +174,7 @@ class V41StepBuilder:
         *,
         ring_rows: int = 0,
         replay_start: Sequence[int] | None = None,
+        is_draft: bool = False,
     ) -> V41Step:
         """A step.
 
@@ -177,6 +185,8 @@ class V41StepBuilder:
         ring_rows      rows of a ring (V41Caches), with rings
         replay_start   first position of each request that the layers have in their windows; rows before are not read.
                        None: 0
+        is_draft       each request has a block of as many rows as the others, all of them decodes, of which every row
+                       sees all; and the rows of a window in front of it
 
         Raises ValueError or TypeError on arguments that do not fit.
         """
@@ -186,13 +196,28 @@ class V41StepBuilder:
         check.device = window.positions.device
         check.tensor("tables.entries", tables.entries, torch.int32, (requests, None), optional=True)
         check.tensor("tables.rings", tables.rings, torch.int32, (requests,), optional=True)
-        slots, gathered = window.decode_swa_indices, window.prefill_gather_lens
+        slots, lens, gathered = window.decode_swa_indices, window.decode_swa_lens, window.prefill_gather_lens
+        last = window.positions[: window.num_decode_tokens]
+        if is_draft:
+            block = window.decode_query_len
+            if window.num_prefills or block is None:
+                check.fail("query_lens", "decodes of as many rows each, with is_draft", list(query_lens))
+            # every row of a block has the window of its last one, which reaches back further by the block
+            last = window.seq_lens[window.token_to_req_indices[: window.num_decode_tokens].long()].long() - 1
+            slots, lens = compute_decode_swa_indices(
+                last,
+                window.token_to_req_indices,
+                window.is_valid_token,
+                tables.windows,
+                SWA_BLOCK_SIZE,
+                self.config.sliding_window + block,
+            )
         if replay_start is not None:
             check.require(len(replay_start) == requests, "replay_start", f"{requests} entries", len(replay_start))
             for start, rows, length in zip(replay_start, query_lens, seq_lens, strict=True):
                 fits = length == 0 or 0 <= start <= length - rows
                 check.require(fits, "replay_start", f"0 to {length - rows}, the first row of the step", start)
-            slots, gathered = self._clamped(window, torch.tensor(replay_start, device=self.device))
+            slots, gathered = self._clamped(window, slots, last, torch.tensor(replay_start, device=self.device))
         ring_slots = None
         if tables.rings is not None:
             check.require(ring_rows > 0, "ring_rows", "rows of a ring, with tables.rings", ring_rows)
@@ -201,22 +226,24 @@ class V41StepBuilder:
                 (ring >= 0) & (window.positions >= 0), ring * ring_rows + window.positions % ring_rows, -1
             )
         entries, table = {}, tables.entries
-        if table is not None:
+        if table is not None and not is_draft:
             entries = {ratio: self._entries(window, table, ratio) for ratio in self._ratios}
             if window.decode_query_len is None:
                 table = table[window.token_to_req_indices[: window.num_decode_tokens].long()]
             else:
                 table = table[:num_decodes]
-        return V41Step(window, slots, gathered, tables, ring_slots, ring_rows, entries, table)
+        return V41Step(window, slots, lens, gathered, tables, ring_slots, ring_rows, entries, table, is_draft)
 
-    def _clamped(self, window: DeepseekV4Metadata, start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Window slots and gathered tokens without what lies before `start` [R]."""
-        rows, width = window.num_decode_tokens, self.config.sliding_window
-        positions = window.positions[:rows]
-        oldest = (positions - width + 1).clamp(min=0)
+    def _clamped(
+        self, window: DeepseekV4Metadata, slots: torch.Tensor, last: torch.Tensor, start: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots of windows that end with the last positions [D], and gathered tokens, without what lies before `start`
+        [R]."""
+        rows, width = window.num_decode_tokens, slots.shape[2]
+        oldest = (last - width + 1).clamp(min=0)
         column = oldest[:, None] + torch.arange(width, device=self.device)
         exists = column >= start[window.token_to_req_indices[:rows].long()][:, None]
-        slots = torch.where(exists[:, None], window.decode_swa_indices, -1)
+        slots = torch.where(exists[:, None], slots, -1)
         present = window.prefill_seq_lens - start[window.num_decodes :]
         return slots, torch.minimum(window.prefill_gather_lens, present.to(torch.int32))
 

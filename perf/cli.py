@@ -30,7 +30,7 @@ from perf import compiled, plots, report
 from perf.compare import Change, compare
 from perf.peers import PeerMissing, missing_allowed
 from perf.records import LEAST_REPLAYS, Record, RecordError, collect, load, parse, to_text, usable
-from perf.targets import losses
+from perf.targets import LAYERS, losses
 
 PROGRAM = "python -m perf"
 ROOT = Path(__file__).parent.parent
@@ -137,13 +137,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="measure whole attention layers in CUDA graphs and eagerly",
         description="Measure whole attention layers: GPU time in a CUDA graph, host time of an eager layer, launches.",
     )
+    layer.add_argument("--model", choices=("v4", "v4.1-flash"), default="v4", help="V4's models, or V4.1 (v4)")
     layer.add_argument("--full", action="store_true", help="many more batch sizes, contexts and ranks")
     layer.add_argument("--peers", action="store_true", help="other projects' kernels too")
     layer.add_argument("--allow-missing-peers", action="store_true", help=ALLOW_MISSING)
     layer.add_argument("--only", metavar="REGEX", help="cells whose name this finds; not for the report")
     layer.add_argument("--replays", type=int, default=REPLAYS, metavar="N", help=f"graph replays per cell ({REPLAYS})")
     layer.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="begin no cell after so long")
-    layer.add_argument("--json", type=Path, metavar="OUT", help="file for the record, or folder for layer.json")
+    layer.add_argument("--json", type=Path, metavar="OUT", help="file for the record, or folder for a file of its name")
     layer.add_argument("--ceilings", type=Path, metavar="FILE", help="as of sweep")
 
     engines = commands.add_parser(
@@ -175,8 +176,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="what the records say of an op; no GPU needed",
         description="Times of an op's cells and of its peers, from perf/results.",
     )
-    others = ("layer", "engines")
-    shown.add_argument("op", choices=sorted([*MODULES, *others]), metavar="OP", help="name of an op, layer or engines")
+    others = (*LAYERS, "engines")
+    shown.add_argument(
+        "op", choices=sorted([*MODULES, *others]), metavar="OP", help="name of an op, of layers or engines"
+    )
     shown.add_argument("case", nargs="?", metavar="CASE", help="cells whose name this regular expression finds (all)")
     shown.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="repository with the records (this one)")
 
@@ -196,6 +199,17 @@ def make_parser() -> argparse.ArgumentParser:
     scaled.add_argument("--model", choices=("v4-flash", "v4-pro"), default="v4-flash", help="(v4-flash)")
     scaled.add_argument("--gpus", type=_numbers, metavar="N,N", help="these numbers of GPUs (2,4,8,16,32,64)")
     scaled.add_argument("--picture", type=Path, metavar="FILE.png", help="draw it too, with matplotlib")
+
+    divided = commands.add_parser(
+        "parallel",
+        help="measure attention layers on several GPUs of this host, divided in all ways",
+        description="Measure attention layers on several GPUs, over NCCL: tensor parallel, context groups, data "
+        "parallel, one GPU. A layer of v4-flash in CUDA graphs, as perf scaling compares with its model.",
+    )
+    divided.add_argument("--gpus", type=int, default=2, metavar="N", help="the first N GPUs (2)")
+    divided.add_argument("--only", default="", metavar="REGEX", help="cells whose name this finds")
+    divided.add_argument("--replays", type=int, default=REPLAYS, metavar="N", help=f"replays per cell ({REPLAYS})")
+    divided.add_argument("--json", type=Path, metavar="FILE", help="for the record")
 
     compared = commands.add_parser("compare", help="how our times changed from one set of records to another")
     compared.add_argument("before", type=Path, metavar="A", help="record file, or folder of records")
@@ -222,6 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "compiled": write_compiled,
         "compare": show_comparison,
         "scaling": show_scaling,
+        "parallel": measure_parallel,
     }
     try:
         return commands[options.command](options)
@@ -274,8 +289,9 @@ def sweep(options: argparse.Namespace) -> int:
     if len(names) > 1:
         return _sweep_apart(names, options, replays)
     path = out / f"{names[0]}.json" if out is not None and out.suffix != ".json" else out
+    so_far = None if path is None else path.with_suffix(".partial.json")
     try:
-        text = to_text(measure(names[0], options, replays))
+        text = to_text(measure(names[0], options, replays, so_far))
     except PeerMissing:
         raise
     except (RuntimeError, NotImplementedError) as error:
@@ -294,6 +310,8 @@ def sweep(options: argparse.Namespace) -> int:
             path.write_text(text)
         except OSError as error:
             raise Refusal(f"--json: {path}: {error.strerror}") from error
+    if so_far is not None:
+        so_far.unlink(missing_ok=True)
     if problem:
         print(f"{PROGRAM} sweep: rejected: {problem}", file=sys.stderr)
     return 1 if problem else 0
@@ -323,11 +341,15 @@ def _sweep_processes(names: Sequence[str], options: argparse.Namespace, replays:
     return 1 if failed else 0
 
 
-def measure(op: str, options: argparse.Namespace, replays: int) -> dict[str, Any]:
-    """The record of one op on the GPU at hand, for JSON. RuntimeError if a reference ran or a result is wrong."""
+def measure(op: str, options: argparse.Namespace, replays: int, so_far: Path | None = None) -> dict[str, Any]:
+    """The record of one op on the GPU at hand, for JSON. RuntimeError if a reference ran or a result is wrong.
+
+    so_far   file that holds, while it measures, a partial record of the cells that it has: what an interrupted sweep
+             leaves
+    """
     from perf import ceilings
     from perf.conditions import watch
-    from perf.measure import cold_bytes, environment
+    from perf.measure import cold_bytes, environment, keep_cells
     from perf.records import SCHEMA
 
     module = importlib.import_module(MODULES[op])
@@ -335,14 +357,25 @@ def measure(op: str, options: argparse.Namespace, replays: int) -> dict[str, Any
     chosen = {} if rows is None else {"rows": rows}
     machine = environment()
     found = _ceilings(options.ceilings, partial(ceilings.measure, replays))
-    with watch() as conditions, missing_allowed(options.allow_missing_peers):
+    known = ceilings.yardsticks(machine["gpu"], found)
+    facts = {"cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
+    kept: list[dict[str, Any]] = []
+
+    def keep(cell: dict[str, Any]) -> None:
+        kept.append(cell)
+        ceilings.add_percentages([cell], known)
+        if so_far is not None:
+            so_far.write_text(
+                to_text({"schema": SCHEMA, "op": op, **machine, "partial": True, **facts, "records": kept})
+            )
+
+    with watch() as conditions, missing_allowed(options.allow_missing_peers), keep_cells(keep):
         cells = module.SWEEPS[op](peers=options.peers, variants=options.variants, replays=replays, **chosen)
     if not cells:
         raise Refusal(f"--rows: {op} has no shape with that many rows")
-    known = ceilings.yardsticks(machine["gpu"], found)
     ceilings.add_percentages(cells, known)
-    facts = {"partial": rows is not None, "cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
-    return {"schema": SCHEMA, "op": op, **machine, "conditions": conditions, **facts, "records": cells}
+    took = {"conditions": conditions, "partial": rows is not None}
+    return {"schema": SCHEMA, "op": op, **machine, **took, **facts, "records": cells}
 
 
 def _ceilings(path: Path | None, measured: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -386,15 +419,20 @@ def _print_record(record: Record) -> None:
 def measure_layers(options: argparse.Namespace) -> int:
     import torch
 
-    from perf import ceilings, layer
+    from perf import ceilings, layer, layer_v41
     from perf.conditions import watch
     from perf.measure import cold_bytes, environment
     from perf.records import SCHEMA
 
+    is_v41 = options.model == layer_v41.MODEL
+    op = layer_v41.OP if is_v41 else layer.OP
+    if is_v41 and options.peers:
+        raise Refusal("--peers: nobody's kernels make whole layers of V4.1 here")
     if options.replays < LEAST_REPLAYS:
         raise Refusal(f"--replays: expected at least {LEAST_REPLAYS}, got {options.replays}")
     try:
-        wanted = [case for case in layer.cases(options.full) if re.search(options.only or "", case.name)]
+        every = (layer_v41 if is_v41 else layer).cases(options.full)
+        wanted = [case for case in every if re.search(options.only or "", case.name)]
     except re.error as error:
         raise Refusal(f"--only: {options.only!r} is no regular expression: {error}") from error
     if not wanted:
@@ -439,17 +477,17 @@ def measure_layers(options: argparse.Namespace) -> int:
             cells, left_out, is_cut = layer.sweep(wanted, options.replays, options.budget, roofs, note, options.peers)
     except BaseException:
         if options.json is not None and measured:  # GPU time is dear: what was measured can still be looked at
-            path = _record_path(options.json, layer.OP).with_suffix(".rejected.json")
+            path = _record_path(options.json, op).with_suffix(".rejected.json")
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(to_text({"schema": SCHEMA, "op": layer.OP, **machine, "records": measured}))
+            path.write_text(to_text({"schema": SCHEMA, "op": op, **machine, "records": measured}))
         raise
     ceilings.add_percentages(cells, known)
     is_partial = options.full or options.only is not None or is_cut
     machine |= {"conditions": conditions}
     facts = {"partial": is_partial, "cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
-    record = {"schema": SCHEMA, "op": layer.OP, **machine, **facts, "left_out": left_out, "records": cells}
+    record = {"schema": SCHEMA, "op": op, **machine, **facts, "left_out": left_out, "records": cells}
     if options.json is not None and cells:
-        _write_record(record, _record_path(options.json, layer.OP))
+        _write_record(record, _record_path(options.json, op))
     return 0 if cells else 1
 
 
@@ -674,3 +712,33 @@ def show_scaling(options: argparse.Namespace) -> int:
     if options.picture is not None:
         scaling.draw(options.model, gpus, options.picture)
     return 0
+
+
+# ---- parallel --------------------------------------------------------------------------------------------------------
+
+
+def measure_parallel(options: argparse.Namespace) -> int:
+    import torch
+
+    from perf import parallel
+
+    if options.replays < LEAST_REPLAYS:
+        raise Refusal(f"--replays: expected at least {LEAST_REPLAYS}, got {options.replays}")
+    try:
+        wanted = parallel.cells(max(options.gpus, 1), options.only)
+    except re.error as error:
+        raise Refusal(f"--only: {options.only!r} is no regular expression: {error}") from error
+    if not wanted:
+        raise Refusal(f"--only: no cell's name has {options.only!r}")
+    found = torch.cuda.device_count()
+    if not found:
+        raise Refusal("there is no CUDA device here: nothing was measured")
+    if not 1 <= options.gpus <= found:
+        raise Refusal(f"--gpus: expected 1 to {found}, the GPUs of this host, got {options.gpus}: nothing was measured")
+    record = parallel.measure(options.gpus, options.only, options.replays)
+    if options.json is not None:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    differ = [cell["form"] for cell in record["cells"] if not cell["same_bits"]]
+    if differ:
+        print(f"{PROGRAM} parallel: ranks have other bits in {', '.join(differ)}", file=sys.stderr)
+    return 1 if differ else 0

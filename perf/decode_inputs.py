@@ -175,7 +175,7 @@ PER_ROW = (
 
 def in_order(given: Mapping[str, Any]) -> tuple[Any, ...]:
     """All arguments of the op in the schema's order, None or 0 where nothing is given."""
-    rest = {"num_splits": 0, "split_tokens": 0}
+    rest = {"num_splits": 0, "split_tokens": 0, "constant_lists": 0}
     return tuple(given.get(a.name, rest.get(a.name)) for a in OPS[OP].overload._schema.arguments)
 
 

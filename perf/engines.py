@@ -17,7 +17,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -34,7 +34,9 @@ from perf.peers import Product, compile_products
 
 OP = "engines"
 PEER = "vllm-classes"
-LAYERS = 4
+LAYERS, PREFILL_LAYERS = 4, 2
+CAPTURES = 3
+"""Graphs of a decode step: where they lie in memory moves a short step's time. The one of median time counts."""
 TENSORS = 8
 """That a layer's step takes, about: more than an op's."""
 TARGET_US = 700.0
@@ -42,10 +44,13 @@ TARGET_US = 700.0
 HOST_US = 10.0
 """Calls that take the GPU less are timed on the host too."""
 
-ATTENTION, RESULT, PICKS, BYTES, STATES, CHAIN = 0.02, 0.06, 0.02, 0.02, 1e-5, 0.1
+ATTENTION, RESULT, PICKS, BYTES, STATES = 0.02, 0.06, 0.02, 0.02, 1e-5
 """What may differ: of attention and of the layer's result the relative distance; the share of picks that only one side
-has; of the cache bytes that a step writes, the share; of compressor states, and of layers one after the other, the
-relative distance."""
+has; of the cache bytes that a step writes, the share; of compressor states the relative distance."""
+
+SAME, CHAIN = 1e-6, 1.5
+"""Layers one after the other: how far the engine may be from itself with the same picks, and how many times as far as
+it gets by rounding its input otherwise we may be."""
 
 KINDS = ("swa", "c4a", "c128a")
 
@@ -197,18 +202,66 @@ def check_dummy(engine: Engine) -> dict[str, int]:
     return found
 
 
-def check_chain(engine: Engine, batch: Batch) -> float:
-    """All layers, linears too, each with the result of the one before: the relative distance."""
+def check_chain(engine: Engine, batch: Batch) -> dict[str, float]:
+    """All layers, linears too, each with the result of the one before: relative distances behind the last one from the
+    engine's own result, by what is different.
+
+    The engine's top-k writes its picks in changing order, attention sums them up in that order, and from the second
+    layer with an indexer on other entries are picked: so the engine is apart from itself, but if it is given the picks
+    of its own first run it is not. With these picks ours is compared with it, and with what an input makes of which
+    every number is the next bfloat16."""
     metadata, positions = engine.build(batch)
-    start, results = snapshot(engine.sides), []
-    for name in (ENGINES, OURS):
-        hidden = _hidden(engine, batch.rows)
-        for number in range(len(engine.sizes.kinds)):
-            hidden = engine.run(name, number, hidden, metadata, positions)
+    hidden, start = _hidden(engine, batch.rows), snapshot(engine.sides)
+
+    def run(name: str, hidden: torch.Tensor, picks: Sequence[torch.Tensor] = ()) -> tuple[torch.Tensor, list[Any]]:
+        """(result, each layer's picks), with these picks if some are given."""
+        side, found = engine.sides[name], []
+        for number, layer in enumerate(side.layers):
+            side.buffer.fill_(-1)
+            given = _given_picks(layer, picks[number]) if picks else nullcontext()
+            with given:
+                hidden = engine.run(name, number, hidden, metadata, positions)
+            found.append(side.buffer[: batch.rows].clone())
             hidden = hidden / hidden.float().square().mean(-1, keepdim=True).sqrt().bfloat16()
-        results.append(hidden[: batch.live].float())
-    restore(engine.sides, start)
-    return distance(results[1], results[0])
+        restore(engine.sides, start)
+        return hidden[: batch.live].float(), found
+
+    theirs, picks = run(ENGINES, hidden)
+    nudged = (hidden.view(torch.int16) ^ 1).view(torch.bfloat16)
+    others = {
+        "theirs again": run(ENGINES, hidden),
+        "theirs, same picks": run(ENGINES, hidden, picks),
+        "theirs, same picks, input one bf16 step away": run(ENGINES, nudged, picks),
+        "ours": run(OURS, hidden),
+        "ours, same picks": run(OURS, hidden, picks),
+    }
+    return {name: distance(result, theirs) for name, (result, _) in others.items()}
+
+
+@contextmanager
+def _given_picks(layer: Any, picks: torch.Tensor) -> Iterator[None]:
+    """Picks of an earlier step in the place of the indexer's."""
+    if layer.indexer is None:
+        yield
+        return
+    op, buffer = layer.indexer.indexer_op, layer.topk_indices_buffer
+    object.__setattr__(op, "forward", lambda *args, **kwargs: buffer[: picks.shape[0]].copy_(picks))
+    try:
+        yield
+    finally:
+        object.__delattr__(op, "forward")
+
+
+def chain_faults(apart: Mapping[str, float]) -> list[str]:
+    """What is further apart than it may be."""
+    wrong = []
+    if not apart["theirs, same picks"] <= SAME:
+        wrong.append("the engine differs from itself with the same picks")
+    if not apart["ours, same picks"] <= CHAIN * apart["theirs, same picks, input one bf16 step away"]:
+        wrong.append("ours with the same picks")
+    if not apart["ours"] <= CHAIN * max(apart["theirs again"], apart["theirs, same picks, input one bf16 step away"]):
+        wrong.append("ours")
+    return wrong
 
 
 UNITS = [
@@ -223,6 +276,13 @@ def unit_name(kinds: Sequence[str], heads: int, drafts: int) -> str:
     return f"{'+'.join(kinds)} h{heads}" + (f" mtp{drafts}" if drafts else "")
 
 
+def steps_of_unit(kinds: Sequence[str], drafts: int) -> list[Batch]:
+    """Of several layers one step: decode of 33 requests."""
+    if len(kinds) == 1:
+        return list(steps(drafts))
+    return [Batch("chained", tuple((1 + drafts, 1900 + 61 * i) for i in range(33)))]
+
+
 def check(model: Any, pattern: str, say: Callable[[str], None]) -> int:
     """All comparisons whose unit's name the pattern finds; returns how many are wrong."""
     failed = 0
@@ -231,10 +291,11 @@ def check(model: Any, pattern: str, say: Callable[[str], None]) -> int:
         if not re.search(pattern, unit):
             continue
         engine = Engine(model, Sizes(kinds, heads, heads // 8, drafts=drafts, max_rows=512, max_requests=64))
-        wanted = list(steps(drafts))
+        wanted = steps_of_unit(kinds, drafts)
         engine.bind_caches(wanted)
         if not drafts:
             memory = check_dummy(engine)
+            failed += memory[OURS] > memory[ENGINES]
             say(f"{unit}: scratch memory {memory[ENGINES]} bytes, with ours {memory[OURS]}")
         start = snapshot(engine.sides)
         for batch in wanted if len(kinds) == 1 else ():
@@ -248,9 +309,14 @@ def check(model: Any, pattern: str, say: Callable[[str], None]) -> int:
                 for line in traceback.format_exception(error)[-5:]:
                     say(line.rstrip())
         if len(kinds) > 1:
-            apart = check_chain(engine, Batch("", wanted[1].requests))
-            failed += not apart <= CHAIN
-            say(f"{unit}: layers chained, linears too: {'ok' if apart <= CHAIN else 'WRONG'} {apart:.2g}")
+            (batch,) = wanted
+            compile_products([product for kind in kinds for product in products_of(kind, batch.rows, 64 // heads)])
+            apart = check_chain(engine, batch)
+            faults = chain_faults(apart)
+            failed += bool(faults)
+            say(f"{unit}: chained: {'WRONG: ' + ', '.join(faults) if faults else 'ok'}")
+            for name, value in apart.items():
+                say(f"{unit}: chained, {name}: {value:.2g} from theirs")
         say(f"{unit}: {time.monotonic() - begin:.0f} s")
         _drop(engine)
         del engine, start
@@ -275,29 +341,43 @@ def _drop(engine: Engine) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A cell: a decode step of a kind of layer with the heads of a rank."""
+    """A cell: a step of a kind of layer with the heads of a rank.
+
+    batch     requests of a decode step, of lengths of their own, up to 255 below the context
+    new       0, or tokens of a prefill of one request after `context` tokens
+    """
 
     kind: str
     batch: int
     tp: int
     context: int = 8192
+    new: int = 0
 
     def name(self, part: str) -> str:
-        return f"{self.kind} b{self.batch} ctx{self.context} tp{self.tp} {part}"
+        step = f"prefill {self.new}" if self.new else f"b{self.batch}"
+        return f"{self.kind} {step} ctx{self.context} tp{self.tp} {part}"
 
     @property
     def step(self) -> Batch:
-        """Requests have lengths of their own, up to 255 below the context."""
+        if self.new:
+            return Batch(self.name(""), ((self.new, self.context),))
         return Batch(self.name(""), tuple((1, self.context - 1 - 61 * r % 256) for r in range(self.batch)))
+
+    @property
+    def layers(self) -> tuple[str, int, int]:
+        """Cells with the same ones are measured on the same layers: kind, ranks, the longest context of the model."""
+        return self.kind, self.tp, 131072 if self.new else 65536
 
 
 def cases() -> list[Case]:
-    return [Case(kind, b, tp) for tp in (1, 8, 4) for kind in KINDS for b in (1, 8, 64, 256)]
+    decode = [Case(kind, b, tp) for tp in (1, 8, 4) for kind in KINDS for b in (1, 8, 64, 256)]
+    steps = (2048, 8192), (8192, 8192), (8192, 65536)
+    return decode + [Case(kind, 1, tp, context, new) for tp in (1, 8) for kind in KINDS for new, context in steps]
 
 
 def compile_ahead(wanted: Sequence[Case]) -> None:
     """Let DeepGEMM compile what the layers of some cells multiply: one by one that takes minutes."""
-    compile_products([product for case in wanted for product in products_of(case.kind, case.batch, case.tp)])
+    compile_products([product for case in wanted for product in products_of(case.kind, case.step.rows, case.tp)])
 
 
 def products_of(kind: str, rows: int, tp: int) -> list[Product]:
@@ -325,20 +405,19 @@ def sweep(
     for case in wanted:
         if time.monotonic() - begin > budget:
             return cells, True
-        key = case.kind, case.tp, case.context
-        if kept is None or kept[0] != key:
+        if kept is None or kept[0] != case.layers:
             if kept is not None:
                 _drop(kept[1])
-            same = [other for other in wanted if (other.kind, other.tp, other.context) == key]
-            most = max(other.batch for other in same)
+            same = [other for other in wanted if other.layers == case.layers]
+            rows = max(64, *(other.step.rows for other in same))
             sizes = Sizes(
-                (case.kind,) * LAYERS, 64 // case.tp, 8 // case.tp,
-                max_len=8 * case.context, max_rows=max(most, 64), max_requests=max(most, 64),
+                (case.kind,) * (PREFILL_LAYERS if case.new else LAYERS), 64 // case.tp, 8 // case.tp,
+                max_len=case.layers[2], max_rows=rows, max_requests=max(64, *(other.batch for other in same)),
             )  # fmt: skip
             engine = Engine(model, sizes)
             engine.bind_caches([other.step for other in same])
             check_dummy(engine)
-            kept = key, engine
+            kept = case.layers, engine
         for part in ("between", "whole"):
             try:
                 cells.append(measure_cell(kept[1], case, part, replays))
@@ -354,17 +433,18 @@ def sweep(
 def measure_cell(engine: Engine, case: Case, part: str, replays: int) -> dict[str, Any]:
     """The step of each layer is a call. FlashMLA's plan is made once, before: the engine makes it once a step."""
     batch = case.step
-    metadata, positions = engine.build(batch, max_seq_len=engine.sizes.max_len)
+    # a graph of a prefill holds what the host says of its lengths; one of a decode step any lengths
+    metadata, positions = engine.build(batch, max_seq_len=None if case.new else engine.sizes.max_len)
     hidden = _hidden(engine, batch.rows)
     calls = {
-        name: [partial(engine.run, name, number, hidden, metadata, positions) for number in range(LAYERS)]
-        for name in (OURS, ENGINES)
+        name: [partial(engine.run, name, number, hidden, metadata, positions) for number in range(len(side.layers))]
+        for name, side in engine.sides.items()
     }
     work = work_of(engine, batch, part)
     named = {measure.OURS: calls[OURS], PEER: calls[ENGINES]}
     with engine.without_linears(batch.rows, fresh=True):
         results = [_run(engine, name, 0, hidden, metadata, positions)[0] for name in (ENGINES, OURS)]
-        picks = picks_apart(*(side.buffer[: batch.rows] for side in engine.sides.values()))
+        picks = picks_apart(*(side.buffer[: batch.rows][:: -(-batch.rows // 256)] for side in engine.sides.values()))
         apart = distance(*results)
         if not apart <= ATTENTION + (2 * picks) ** 0.5 or picks > PICKS:
             raise RuntimeError(f"attention is {apart:.2g} apart, {picks:.2g} of the picks; nothing was timed")
@@ -372,7 +452,13 @@ def measure_cell(engine: Engine, case: Case, part: str, replays: int) -> dict[st
         for call in (*named[PEER], *named[measure.OURS]):  # compiles what is not there, and lets FlashMLA plan
             call()
         measure.require_kernel(named[measure.OURS][0])
-        timings = measure.time_graphs(named, work.bytes, replays, TARGET_US, flops_per_set=work.flops)
+        captures = [
+            measure.time_graphs(named, work.bytes, replays, TARGET_US, flops_per_set=work.flops)
+            for _ in range(1 if case.new else CAPTURES)
+        ]
+        timings = {
+            name: sorted((c[name] for c in captures), key=lambda t: t.median)[len(captures) // 2] for name in named
+        }
         rows = [measure.row(name, timing, work, True) for name, timing in timings.items()]
         for line in rows:
             if line["us"] < HOST_US:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole attention layers, as an engine runs them: `python -m perf layer`.
 
-A cell is one kind of layer of one model in one kind of step. Three layers with weights and caches of their own run one
-after the other in a CUDA graph, so that no weight stays in L2 from one call to the next, and each is a call of that
-graph. A cell of kind "model" is a decode step of all layers of the model, in their order, each with the output of the
-one before, and a call is the whole step, with what the GPU does for its metadata: a copy of numbers and a launch.
+A cell is one kind of layer of one model in one kind of step. Three layers, or twelve of one rank's share, with weights
+and caches of their own run one after the other in a CUDA graph, over and over, so that no weight stays in L2 from one
+call to the next, and each is a call of that graph. A cell of kind "model" is a decode step of all layers of the model,
+in their order, each with the output of the one before, and a call is the whole step, with what the GPU does for its
+metadata: a copy of numbers and a launch.
 Requests of a decode step have lengths of their own, up to 255 tokens below the context, as in serving: which of them
 close a group of compressed tokens differs from step to step.
 
@@ -41,6 +42,7 @@ from cute_kernels.layers.caches import KV_BLOCK_SIZE, STATE_BLOCK_SIZE, SWA_BLOC
 from cute_kernels.layers.config import DeepseekV4Config
 from cute_kernels.layers.linear import Linear
 from cute_kernels.layers.mla import Workspace
+from cute_kernels.layers.output import OutputProjection
 from cute_kernels.layers.rotary import RotaryEmbedding
 from cute_kernels.runtime.compile import launch, record_launches
 from cute_kernels.runtime.record import Cost, record_calls
@@ -54,6 +56,13 @@ if TYPE_CHECKING:
 OP = "layer"
 DEVICE = "cuda"
 LAYERS = 3
+MOST_LAYERS = 12
+"""Of a chain: of all heads so many, of a rank's share more, as it takes more of them to pass through L2."""
+
+TARGET_US = 1500.0
+"""Of a replay, if all heads of a layer were as fast as memory and tensor cores; a rank's share takes several times as
+long as that."""
+
 KINDS = {"swa": 1, "c4a": 4, "c128a": 128}
 MODEL = "model"
 """Kind of the cells that are a step of a whole model."""
@@ -87,14 +96,14 @@ class Case:
     def ratios(self) -> tuple[int, ...]:
         """The compress ratio of each layer, in the order in which they run."""
         if self.kind != MODEL:
-            return (KINDS[self.kind],) * LAYERS
+            return (KINDS[self.kind],) * min(LAYERS * self.tp, MOST_LAYERS)
         config = PRESETS[self.model]
         return config.compress_ratios[: config.num_hidden_layers]
 
     @property
     def calls(self) -> int:
         """Calls that one pass through the layers counts as: a layer each, or the whole step."""
-        return 1 if self.kind == MODEL else LAYERS
+        return 1 if self.kind == MODEL else len(self.ratios)
 
     @property
     def tokens(self) -> int:
@@ -122,6 +131,20 @@ class Case:
             return [self.context + self.rows]
         return [max(self.context - 61 * r % 256, self.rows + 8) for r in range(self.requests)]
 
+    @property
+    def layer_key(self) -> tuple[Any, ...]:
+        """Cells that agree in it may have the same layers."""
+        return self.model, self.kind, self.tp, self.phase, self.context
+
+    def build_layers(self, longest: int) -> list[Any]:
+        return build_layers(self, longest)
+
+    def cache_bytes(self) -> int:
+        return cache_bytes(self, PRESETS[self.model])
+
+    def make_step(self, layers: list[Any]) -> Any:
+        return Step(self, layers)
+
 
 def cases(full: bool = False) -> Iterator[Case]:
     """The cells of the report, or those of a longer look."""
@@ -148,9 +171,8 @@ def cases(full: bool = False) -> Iterator[Case]:
             yield Case(model, MODEL, "decode", b, 1, 8192)
 
 
-def fill_weights(layer: DeepseekV4MultiHeadLatentAttentionWrapper, seed: int) -> None:
-    """Random weights of ordinary magnitudes, made on the GPU."""
-    g = torch.Generator(device=DEVICE).manual_seed(seed)
+def fill_module(module: torch.nn.Module, o_proj: OutputProjection, g: torch.Generator) -> None:
+    """Random weights of a layer's linears, of ordinary magnitudes, made on the GPU."""
 
     def fill(weight: torch.Tensor, scale: torch.Tensor | None) -> None:
         fan_in = weight.shape[-1]
@@ -160,10 +182,16 @@ def fill_weights(layer: DeepseekV4MultiHeadLatentAttentionWrapper, seed: int) ->
         if scale is not None:
             scale.fill_(2.0 ** round(math.log2(fan_in**-0.5 / 64)))
 
-    for module in layer.modules():
-        if isinstance(module, Linear):
-            fill(module.weight, module.scale)
-    fill(layer.o_proj.wo_a, layer.o_proj.wo_a_scale)
+    for part in module.modules():
+        if isinstance(part, Linear):
+            fill(part.weight, part.scale)
+    fill(o_proj.wo_a, o_proj.wo_a_scale)
+
+
+def fill_weights(layer: DeepseekV4MultiHeadLatentAttentionWrapper, seed: int) -> None:
+    """Random weights of a layer."""
+    g = torch.Generator(device=DEVICE).manual_seed(seed)
+    fill_module(layer, layer.o_proj, g)
     layer.mla_attn.attn_sink.normal_(generator=g)
     for compressor in (layer.compressor, None if layer.indexer is None else layer.indexer.compressor):
         if compressor is not None:
@@ -173,7 +201,7 @@ def fill_weights(layer: DeepseekV4MultiHeadLatentAttentionWrapper, seed: int) ->
 def fill_cache(cache: PagedCache, g: torch.Generator) -> None:
     """Valid records of random numbers: some pages, over and over."""
     rows = cache.block_size
-    if cache.kv_format.id not in (FP8_DS_MLA.id, INDEXER_FP8.id):
+    if cache.data.dtype != torch.uint8:
         cache.data.normal_(generator=g)
         return
     pages = cache.kv_format.pages(cache.data, rows)
@@ -186,16 +214,32 @@ def fill_cache(cache: PagedCache, g: torch.Generator) -> None:
         records[..., 448:] = (x[..., 448:] * 0.3).bfloat16().view(torch.uint8)
         scales = some[:, rows * 576 :]
         scales.copy_(torch.randint(118, 120, scales.shape, device=DEVICE, generator=g))
-    else:
+    elif cache.kv_format.id == INDEXER_FP8.id:
         keys = torch.randn(count, rows * 128, device=DEVICE, generator=g).to(torch.float8_e4m3fn)
         some[:, : rows * 128] = keys.view(torch.uint8)
         some[:, rows * 128 : rows * 132] = (torch.rand(count, rows, device=DEVICE, generator=g) + 0.5).view(torch.uint8)
+    else:
+        kv_format = cache.kv_format
+        pool = kv_format.allocate(count, rows, DEVICE)
+        values = torch.randn(count * rows, kv_format.dim, device=DEVICE, generator=g)
+        kv_format.write(pool, rows, torch.arange(count * rows, device=DEVICE), values.bfloat16())
+        some.copy_(kv_format.pages(pool, rows))
     for first in range(0, len(pages), count):
         pages[first : first + count].copy_(some[: len(pages) - first])
 
 
+def paged(case: Case, page: int, live_tokens: int, g: torch.Generator) -> tuple[torch.Tensor, int]:
+    """(block table, pages that it names): pages of each request, those of live tokens its own, in random order."""
+    width = -(-max(case.lengths()) // page) + 1
+    live = min(-(-live_tokens // page) + 2, width)
+    order = torch.randperm(case.requests * live, device=DEVICE, generator=g).view(case.requests, live).int()
+    return order[:, torch.arange(width, device=DEVICE) % live].contiguous(), case.requests * live
+
+
 class Step:
     """Layers, caches and metadata of one cell."""
+
+    op, products = OP, "e4m3"
 
     def __init__(self, case: Case, layers: list[DeepseekV4MultiHeadLatentAttentionWrapper]) -> None:
         self.case, self.layers, self.config = case, layers, layers[0].config
@@ -219,20 +263,12 @@ class Step:
 
     def _tables(self, ratio: int, g: torch.Generator) -> tuple[BlockTables, dict[str, Any]]:
         """Block tables of a layer kind, and how many pages of each pool they name."""
-        case, longest = self.case, max(self.case.lengths())
-
-        def table(page: int, live_tokens: int) -> tuple[torch.Tensor, int]:
-            """Pages of each request, those of live tokens its own, in random order."""
-            width = -(-longest // page) + 1
-            live = min(-(-live_tokens // page) + 2, width)
-            order = torch.randperm(case.requests * live, device=DEVICE, generator=g).view(case.requests, live).int()
-            return order[:, torch.arange(width, device=DEVICE) % live].contiguous(), case.requests * live
-
-        swa, swa_blocks = table(SWA_BLOCK_SIZE, self.config.sliding_window + case.rows)
+        case = self.case
+        swa, swa_blocks = paged(case, SWA_BLOCK_SIZE, self.config.sliding_window + case.rows, g)
         if ratio == 1:
             return BlockTables(swa), {"swa_blocks": swa_blocks}
-        compressed, compressed_blocks = table(KV_BLOCK_SIZE, longest)
-        state, state_blocks = table(STATE_BLOCK_SIZE[ratio], 2 * ratio + case.rows)
+        compressed, compressed_blocks = paged(case, KV_BLOCK_SIZE, max(case.lengths()), g)
+        state, state_blocks = paged(case, STATE_BLOCK_SIZE[ratio], 2 * ratio + case.rows, g)
         blocks = {"swa_blocks": swa_blocks, "compressed_blocks": compressed_blocks, "state_blocks": state_blocks}
         return BlockTables(swa, compressed, state), blocks
 
@@ -293,11 +329,18 @@ class Step:
         for call in self.calls()[: self.case.calls]:
             call()
 
+    def work(self) -> Cost:
+        """`least_work` of a call."""
+        return work_of(self.case, self.layers)
+
+    def each_kind(self) -> list[tuple[int, int]]:
+        """(number of the first layer, how many there are) of each kind."""
+        return [(self.case.ratios.index(ratio), self.case.ratios.count(ratio)) for ratio in self.kinds]
+
     def is_right(self) -> bool:
         """Whether the first layer of each kind as it runs agrees with its steps taken one by one, which a capture asks
         for."""
-        for ratio in self.kinds:
-            number = self.case.ratios.index(ratio)
+        for number, _ in self.each_kind():
             one, other = self.run(number), self.run(number, capture={})
             close = (one.double() - other.double()).norm() <= CHECKED * other.double().norm()
             if not (torch.isfinite(one).all() and close):
@@ -368,26 +411,25 @@ def products_of(op: str) -> str | None:
 def ops_floor_us(step: Step, roofs: Mapping[str, float]) -> float:
     """The floors of the ops that a call runs, summed up: what unfused ops allow at most."""
     total = 0.0
-    for ratio in step.kinds:
-        number = step.case.ratios.index(ratio)
+    for number, count in step.each_kind():
         with record_calls() as recording:
             step.run(number)
-        each = sum(floor_us(call.cost, roofs, products_of(call.op)) for call in recording.calls)
-        total += each * step.case.ratios.count(ratio)
+        total += count * sum(floor_us(call.cost, roofs, products_of(call.op)) for call in recording.calls)
     return total / step.case.calls
 
 
-def build_layers(case: Case, longest: int) -> list[DeepseekV4MultiHeadLatentAttentionWrapper]:
-    """The layers of a cell, which cells of fewer rows and shorter sequences take as well."""
+def build_layers(case: Case, longest: int, **more: Any) -> list[DeepseekV4MultiHeadLatentAttentionWrapper]:
+    """The layers of a cell, which cells of fewer rows and shorter sequences take as well. more: other options."""
     config = PRESETS[case.model]
     rows = round_up(max(case.tokens, 64), 64)
+    given: dict[str, Any] = {"tp": TensorParallel(rank=0, size=case.tp, reduce=lambda x: x), **more}
     options = AttentionOptions(
         prefill="auto",
         max_model_len=longest,
         max_num_tokens=rows,
         workspace=Workspace(),
         topk_indices_buffer=torch.full((rows, config.index_topk), -1, dtype=torch.int32, device=DEVICE),
-        tp=TensorParallel(rank=0, size=case.tp, reduce=lambda x: x),
+        **given,
     )
     rotary = {kind: RotaryEmbedding(config, kind, longest, DEVICE) for kind in {ratio > 1 for ratio in case.ratios}}
     layers = []
@@ -489,18 +531,19 @@ def measure(
     case: Case, step: Step, replays: int, roofs: Mapping[str, float], with_peers: bool = False
 ) -> dict[str, Any]:
     """One cell of the record. roofs: copy in GB/s, bf16 and e4m3 in TFLOPS."""
-    work = work_of(case, step.layers)
+    work = step.work()
     if not step.is_right():
-        raise RuntimeError(f"{case.name}: the layer disagrees with its steps taken one by one; nothing was timed")
+        raise RuntimeError(f"{case.name}: the layer is not what it should be (Step.is_right); nothing was timed")
     peers = peers_of(step) if with_peers else {}
     candidates = {OURS: step.calls()}
     candidates |= {name: peer.calls() for name, peer in peers.items() if not isinstance(peer, str)}
     failures: dict[str, str] = {}
-    timings = time_graphs(candidates, work.bytes, replays, failures=failures, flops_per_set=work.flops)
+    options: Any = {"target_us": TARGET_US / min(case.tp, 4), "flops_per_set": work.flops, "queued": True}
+    timings = time_graphs(candidates, work.bytes, replays, failures=failures, **options)
     if OURS in failures:
         raise RuntimeError(f"{case.name}: cannot be captured in a graph: {failures[OURS]}")
     timed = {name: candidates[name] for name in timings}
-    apart, between = time_apart(timed, work.bytes, replays, flops_per_set=work.flops)
+    apart, between = time_apart(timed, work.bytes, replays, **options)
     host, whole = eager_us(step)
     metadata_host, metadata = metadata_us(step)
     shape = {
@@ -514,11 +557,11 @@ def measure(
         "eager_us": round(whole, 1),
         "metadata_us": round(metadata, 1),
         "metadata_host_us": round(metadata_host, 1),
-        "floor_us": round(floor_us(work, roofs, "e4m3"), 2),
+        "floor_us": round(floor_us(work, roofs, step.products), 2),
         "ops_floor_us": round(ops_floor_us(step, roofs), 2),
         "peak_bytes": peak(step.calls()[0]),
         "workspace_bytes": workspace_bytes(step),
-        "bound_steps": len(step.layers[0]._bound),
+        "bound_steps": len(getattr(step.layers[0], "_bound", ())),
     }
     rows = [row(name, timing, work, True, apart[name]) for name, timing in timings.items()]
     best = min((line for line in rows if line["kind"] == "peer"), key=lambda line: line["us"], default=None)
@@ -529,8 +572,8 @@ def measure(
     reasons = {name: peer for name, peer in peers.items() if isinstance(peer, str)} | failures
     rows += [skipped(name, why) for name, why in reasons.items()]
     return {
-        "op": OP, "shape": shape, "bytes": work.bytes, "flops": work.flops, "products": "e4m3", "tensors": 1,
-        "between_us": round(between, 3), "rows": rows,
+        "op": step.op, "shape": shape, "bytes": work.bytes, "flops": work.flops, "products": step.products,
+        "tensors": 1, "between_us": round(between, 3), "rows": rows,
     }  # fmt: skip
 
 
@@ -558,25 +601,23 @@ def sweep(
         if time.monotonic() - begin > budget:
             report(case, f"the budget of {budget:.0f} s is used up")
             return cells, left_out, True
-        key = case.model, case.kind, case.tp, case.phase, case.context
+        key = case.layer_key
         if kept is None or kept[0] != key:
             kept = None
             gc.collect()
             torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
-        needed = cache_bytes(case, PRESETS[case.model])
+        needed = case.cache_bytes()
         if needed > MOST_OF_MEMORY * free:
             why = f"its caches take {needed} bytes"
             left_out.append({"case": case.name, "reason": why, "bytes": needed})
             report(case, why)
             continue
         if kept is None:
-            group = [
-                other for other in wanted if key == (other.model, other.kind, other.tp, other.phase, other.context)
-            ]
+            group = [other for other in wanted if other.layer_key == key]
             largest = max(group, key=lambda other: other.tokens)
-            kept = key, build_layers(largest, max(max(other.lengths()) for other in group) + 64)
-        step = Step(case, kept[1])
+            kept = key, largest.build_layers(max(max(other.lengths()) for other in group) + 64)
+        step = case.make_step(kept[1])
         cell = measure(case, step, replays, roofs, with_peers)
         cells.append(cell)
         report(case, cell)

@@ -29,7 +29,9 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,6 +51,9 @@ L2_BYTES = 60e6
 COLD_BYTES = 3 * L2_BYTES
 MOST_SETS = 256
 LEAST_REPLAYS = 15
+
+WAIT_CYCLES = 3000
+"""Of a GPU that waits for the host, for a microsecond that the host took the last time: half as long again at 2 GHz."""
 
 HOST_CALLS = 200
 """Calls per host timing: below the 1024 launches that may wait for a GPU."""
@@ -116,11 +121,14 @@ def time_graphs(
     target_us: float = 1500.0,
     failures: dict[str, str] | None = None,
     flops_per_set: float = 0.0,
+    queued: bool = False,
 ) -> dict[str, Timing]:
     """Times of all candidates, measured in turns. Each is a list of calls, one per input set.
 
     target_us   of a replay, if calls were as fast as memory and tensor cores
     failures    takes name -> reason for each candidate that cannot be captured in a graph; without it that raises
+    queued      the GPU waits ahead of a replay until the host has launched the whole graph: else calls of many short
+                kernels are charged with some of that, which grows with their number
     """
     scrub = torch.ones(int(cold_bytes()) // 4 + 1, dtype=torch.float32, device="cuda")
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
@@ -132,12 +140,17 @@ def time_graphs(
                 raise
             failures[name] = f"{type(error).__name__}: {error}"
     times: dict[str, list[float]] = {name: [] for name in graphs}
+    host_us = dict.fromkeys(graphs, 0.0)
     for _ in range(replays + 1):
         for name, (graph, count) in graphs.items():
             scrub.sum()
+            if queued:
+                torch.cuda._sleep(round(host_us[name] * WAIT_CYCLES))
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
+            begin = time.perf_counter()
             graph.replay()
+            host_us[name] = (time.perf_counter() - begin) * 1e6
             stop.record()
             stop.synchronize()
             times[name].append(start.elapsed_time(stop) * 1e3 / count)
@@ -148,9 +161,15 @@ BETWEEN = "between"
 
 
 def time_apart(
-    candidates: Mapping[str, Sequence[Call]], bytes_per_set: float, replays: int = 21, flops_per_set: float = 0.0
+    candidates: Mapping[str, Sequence[Call]],
+    bytes_per_set: float,
+    replays: int = 21,
+    target_us: float = 1500.0,
+    flops_per_set: float = 0.0,
+    queued: bool = False,
 ) -> tuple[dict[str, float], float]:
     """(microseconds per call of all candidates with a short kernel ahead of each call, that kernel's own subtracted).
+    target_us, queued: as of `time_graphs`.
 
     The graph of short kernels alone has as many of them as the others: what a replay itself costs is subtracted too.
     """
@@ -163,7 +182,8 @@ def time_apart(
 
     apart = {name: [partial(behind, call) for call in calls] for name, calls in candidates.items()}
     alone = {BETWEEN: [between] * max(map(len, candidates.values()))}
-    timings = time_graphs({**alone, **apart}, bytes_per_set, replays, flops_per_set=flops_per_set)
+    options: Any = {"flops_per_set": flops_per_set, "queued": queued}
+    timings = time_graphs({**alone, **apart}, bytes_per_set, replays, target_us, **options)
     own = timings.pop(BETWEEN).median
     return {name: timing.median - own for name, timing in timings.items()}, own
 
@@ -226,6 +246,19 @@ def host_cost(calls: Sequence[Call]) -> dict[str, Any]:
     }
 
 
+_keep: ContextVar[Callable[[dict[str, Any]], None] | None] = ContextVar("what takes each cell", default=None)
+
+
+@contextmanager
+def keep_cells(keep: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """In the block, `keep` gets every cell as soon as `compare` has measured it."""
+    token = _keep.set(keep)
+    try:
+        yield
+    finally:
+        _keep.reset(token)
+
+
 def compare(
     op: str,
     shape: Mapping[str, Any],
@@ -278,7 +311,11 @@ def compare(
             line["host"] = host_cost(public if line["name"] == OURS else calls[line["name"]])
     tensors = sum(isinstance(argument, torch.Tensor) for argument in sets[0].arguments())
     facts = {"bytes": cost.bytes, "flops": cost.flops, "products": products, "tensors": tensors}
-    return {"op": op, "shape": dict(shape), **facts, "between_us": round(between, 3), "rows": rows + missing}
+    cell = {"op": op, "shape": dict(shape), **facts, "between_us": round(between, 3), "rows": rows + missing}
+    keep = _keep.get()
+    if keep is not None:
+        keep(cell)
+    return cell
 
 
 def _attempt(right: Callable[[Call], bool], call: Call) -> tuple[bool, str]:

@@ -13,7 +13,17 @@ from perf.compiled import Compiled
 from perf.grid import BETWEEN
 from perf.records import Book, Cell, Conditions, Record, Row
 from perf.tables import table
-from perf.targets import LAYER, LAYER_GAIN, LAYER_TARGETS_US, TARGETS_US, host_limit_us, host_loss, limit_us, losses
+from perf.targets import (
+    LAYER,
+    LAYER_GAIN,
+    LAYER_TARGETS_US,
+    LAYERS,
+    TARGETS_US,
+    host_limit_us,
+    host_loss,
+    limit_us,
+    losses,
+)
 
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
 HEADLINE_BEGIN, HEADLINE_END = "<!-- headline:begin -->", "<!-- headline:end -->"
@@ -115,7 +125,7 @@ def render_report(book: Book, kernels: Compiled | None = None) -> str:
         lines += ["", f"## {gpu}", "", *_machines(records), "", "### Ceilings", "", *_ceilings(records)]
         lines += ["", "### Where we lose", "", *_losing(gpu, records)]
         lines += ["", "### Host time of an eager call", "", *_host(records)]
-        if any(record.op != LAYER for record in records):
+        if any(record.op not in LAYERS for record in records):
             lines += ["", f"![Rates and ceilings](plots/{plots.file_name(gpu, plots.OVERVIEW)})"]
         layers = _layers(records)[:-1]
         lines += ["", "### Whole layers", "", *layers] if layers else []
@@ -360,10 +370,10 @@ def _steps(gpu: str, record: Record) -> list[str]:
     picture = f"plots/{plots.file_name(gpu, plots.BARS.format(record.op))}"
     text = (
         "The floor is what no layer of the kind can do without: weights, the cache rows and keys that it reads, hidden "
-        "states in and out, and its products at the e4m3 rate; that of its ops is the sum over the ops that ran. "
-        "Launches and gaps are those of the graph, eager times those of a step that has run before, the host's until "
-        "all is queued. Metadata are built once a step for all kinds of layers; what the GPU does of that is in the "
-        "graphs of whole models, and in no others."
+        f"states in and out, and its products at the {record.cells[0].products} rate; that of its ops is the sum over "
+        "the ops that ran. Launches and gaps are those of the graph, eager times those of a step that has run before, "
+        "the host's until all is queued. Metadata are built once a step for all kinds of layers; what the GPU does of "
+        "that is in the graphs of whole models, and in no others."
     )
     return ["", *_wrap(text), "", *table(header, rows, range(1, len(header))), "", f"![Where time goes]({picture})"]
 
@@ -442,7 +452,7 @@ def render_numbers(book: Book) -> str:
     for gpu, records in gpus:
         lines += [*_wrap(f"{gpu if gpu == compared else _facts(gpu, records)}: {_slower(gpu, records)}"), ""]
     first, records = gpus[0]
-    if any(record.op != LAYER for record in records):
+    if any(record.op not in LAYERS for record in records):
         lines += [f"![Rates and ceilings, {_short(first)}](perf/plots/{plots.file_name(first, plots.OVERVIEW)})", ""]
     lines += _wrap("[perf/REPORT.md](perf/REPORT.md) has every op, all shapes, ceilings and the method.")
     return "\n".join(lines).rstrip("\n")
@@ -487,7 +497,8 @@ FEW = 1 / 4
 def _ops(gpus: Sequence[tuple[str, Sequence[Record]]], only: Collection[str] | None = None) -> list[str]:
     """A line per op, of all or of some, with columns of each GPU that many ops were measured on."""
     found = {
-        gpu: {r.op: r for r in records if r.op != LAYER and (only is None or r.op in only)} for gpu, records in gpus
+        gpu: {r.op: r for r in records if r.op not in LAYERS and (only is None or r.op in only)}
+        for gpu, records in gpus
     }
     found = {gpu: records for gpu, records in found.items() if records}
     if not found:
@@ -542,7 +553,7 @@ LAYER_STEPS = {
 
 def _layers(records: Sequence[Record]) -> list[str]:
     """Whole layers, a line per kind, and the steps of whole models."""
-    cells = {cell.case: cell for record in records if record.op == LAYER for cell in record.cells}
+    cells = {cell.case: cell for record in records if record.op in LAYERS for cell in record.cells}
     if not cells:
         return []
     kinds = dict.fromkeys(" ".join(case.split()[:2]) for case in cells)

@@ -66,7 +66,7 @@ ASSUMED = (
 )
 
 MEASURED = Path(__file__).parent / "log" / "data" / "context_groups_1.json"
-"""Layers of v4-flash on two H200s: phase, ratio, context, rows, form and microseconds."""
+"""Layers of v4-flash on two H200s: phase, ratio, context, rows, form and microseconds (perf.parallel)."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +239,7 @@ def measured_rows() -> Iterator[list[str]]:
     config = PRESETS["v4-flash"]
     for cell in json.loads(MEASURED.read_text(encoding="utf-8"))["cells"]:
         ratio, context, rows, form = cell["ratio"], cell["context"], cell["rows"], cell["form"]
+        form = form.removesuffix(" replicate")
         if cell["phase"] == "decode":
             step = decode(config, ratio, form, context, rows, 2)
         else:

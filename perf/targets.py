@@ -33,6 +33,9 @@ _LAYERS: Mapping[str, tuple[tuple[float, float], ...]] = {
 LAYER = "layer"
 """What perf.layer calls its record."""
 
+LAYERS = (LAYER, "layer_v41")
+"""Records of whole layers, those of V4.1 as perf.layer_v41 calls them."""
+
 LAYER_TARGETS_US: Mapping[str, tuple[float, float]] = {
     **{
         f"{kind} {step}": target

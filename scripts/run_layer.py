@@ -58,6 +58,7 @@ from layer_runner.run import KINDS, LayerReport, count_steps, max_rows, run_laye
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cute_kernels.formats import V41_KV_CACHES
 from cute_kernels.layers import (
     PRESETS,
     V41_PRESETS,
@@ -69,14 +70,18 @@ from cute_kernels.layers import (
     DeepseekV4MultiHeadLatentAttentionWrapper,
     DeepseekV41Attention,
     DeepseekV41Config,
+    DeepseekV41DraftContext,
     TensorParallel,
     V41Options,
     build_layer,
+    build_v41_draft_context,
     build_v41_layer,
     held_layers,
     random_layer_tensors,
+    random_v41_draft_context_tensors,
     random_v41_layer_tensors,
     read_layer_tensors,
+    read_v41_draft_context_tensors,
     read_v41_layer_tensors,
 )
 from cute_kernels.layers.caches import INDEX_CACHES, KV_CACHES
@@ -84,7 +89,6 @@ from cute_kernels.layers.config import read_json
 from cute_kernels.layers.context import KV_FORMS
 from cute_kernels.layers.mla import PREFILL_FORMS
 from cute_kernels.layers.parallel import INDEXER_FORMS
-from cute_kernels.layers.v41_caches import V41_KV_CACHES
 from cute_kernels.layers.v41_config import is_v41
 from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
@@ -298,7 +302,8 @@ def choose_layers(args: argparse.Namespace, config: DeepseekV4Config | DeepseekV
             return [args.layer]
     candidates: Sequence[int] = range(len(ratios))
     if args.checkpoint is not None:
-        candidates = [index for index in held_layers(args.checkpoint) if index < len(ratios)]
+        first_draft = config.num_hidden_layers if isinstance(config, DeepseekV41Config) else None
+        candidates = [index for index in held_layers(args.checkpoint, first_draft) if index < len(ratios)]
         if not candidates:
             raise CheckpointError(f"checkpoint: {args.checkpoint} holds no tensor named layers.N.attn.*")
     if isinstance(config, DeepseekV41Config):
@@ -372,10 +377,23 @@ def make_v41_layer(
     options = V41Options(
         kv_cache=args.kv_cache,
         index_cache=args.index_cache,
-        max_model_len=max(request.reach for request in requests),
-        max_num_tokens=max_rows(requests, args.chunk),
+        max_model_len=max(request.reach for request in requests) + config.draft_block_size,
+        max_num_tokens=max(max_rows(requests, args.chunk), len(requests) * config.draft_block_size),
     )
     return build_v41_layer(config, index, tensors, options=options, device=args.device)
+
+
+def make_draft_context(
+    args: argparse.Namespace, config: DeepseekV41Config, indices: Sequence[int]
+) -> DeepseekV41DraftContext | None:
+    """What the draft's layers among these need."""
+    if not set(indices) & set(config.draft_layer_ids):
+        return None
+    if args.checkpoint is not None:
+        tensors = read_v41_draft_context_tensors(args.checkpoint, config)
+    else:
+        tensors = random_v41_draft_context_tensors(config, args.seed)
+    return build_v41_draft_context(config, tensors, device=args.device)
 
 
 def kernels_of_run(
@@ -388,7 +406,8 @@ def kernels_of_run(
     run = {"chunk": args.chunk, "device": args.device, "seed": args.seed}
     if isinstance(config, DeepseekV41Config):
         stack = [make_v41_layer(args, config, index, requests) for index in indices]
-        return kernels_of(lambda: v41.run_stack(stack, requests, **run))
+        context = make_draft_context(args, config, indices)
+        return kernels_of(lambda: v41.run_stack(stack, requests, draft_context=context, **run))
     one = TensorParallel()
     found = [
         kernels_of_layer(make_layer(args, config, index, requests, one, None), requests, **run) for index in indices
@@ -475,8 +494,10 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     cp = None if ranks is None else context_group(args, ranks)
     layers: list[DeepseekV4MultiHeadLatentAttentionWrapper] = []
     stack: list[DeepseekV41Attention] = []
+    draft_context: DeepseekV41DraftContext | None = None
     if isinstance(config, DeepseekV41Config):
         stack = [make_v41_layer(args, config, index, requests) for index in indices]
+        draft_context = make_draft_context(args, config, indices)
         kinds = [v41.kind_name(config, index) for index in indices]
     else:
         layers = [make_layer(args, config, index, requests, tp, cp) for index in indices]
@@ -511,6 +532,7 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> int:
                 chunk=args.chunk,
                 device=args.device,
                 seed=args.seed,
+                draft_context=draft_context,
                 on_step=lambda: bar.advance(task),
             )
         for report in reports:

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel of compress_latent: a warp takes a row, or two.
+"""Kernel of compress_latent: the four warps of a CTA share a row, of many rows two, one after the other.
 
-    columns of a lane, of each half of a row      128 * i + 4 * lane .. + 3 for i = 0 to 3
+    columns of a thread, of each half of a row      4 * thread .. + 3
 
-Of ratio 1 that is all: a row is loaded, rounded, normed, stored. Of ratio 2 a warp whose row closes a latent needs the
-row before as well, from the step or from the request's ring, and a warp whose row the ring keeps stores it there. Rows
-are asked for before it is known whether anybody needs them. Of few rows, each may be a request of its own: a warp takes
-one, and L2 fetches the row before from the ring as soon as its place is known. Of many rows, most have the row before
-beside them: a warp takes two.
+Of ratio 1 that is all: a row is loaded, rounded, normed, stored. Its threads tell each other what they have rounded, so
+that each warp sums the squares of the whole row. Of ratio 2 a row that closes a latent needs the row before as well,
+from the step or from the request's ring, and a row that the ring keeps is stored there. Rows are asked for before it is
+known whether anybody needs them. Of few rows, each may be a request of its own: a CTA takes one, and asks for the row
+before in the step and, as soon as its slot is known, in the ring. Of many rows, most have the row before beside them: a
+CTA takes two, and lane i of a warp finds out what there is to know of row i.
 
 The first row of a request may read what one of its last rows overwrites, where a chunk goes round the ring. That row is
-stored by the first row's warp, which has read before: a lane reads and writes the same columns. A row without a request
-is none of these.
+stored by the first row's CTA, which has read before: a thread reads and writes the same columns. A row without a
+request is none of these.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
 
 from cute_kernels.compressor.call import LatentCall
 from cute_kernels.dsl import convert, ptx, reduce
@@ -38,16 +40,18 @@ from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
 
 WARPS = 4
-"""Per CTA."""
+"""Of a row."""
+
+THREADS = 32 * WARPS
 
 HALF_ROW = HEAD_DIM * 4
 """Bytes from a row's kv half to its gate half."""
 
-VECTORS = HEAD_DIM // 128
-"""Of four columns that a lane has of half a row."""
+LATENT = HEAD_DIM * 2
+"""Bytes of a rounded latent in shared memory."""
 
 FEW_ROWS = {1: 2048, 2: 512}
-"""By ratio: with more, rows of ratio 1 may go through L1, and warps take two rows of ratio 2 (perf/log/latents.md)."""
+"""By ratio: with more, a CTA takes two rows, and those of ratio 1 may go through L1 (perf/log/latents.md)."""
 
 
 class Rows(NamedTuple):
@@ -82,9 +86,10 @@ class LatentKernel:
     address and page stride of the rings, rows of one and of all; use_pdl, stream)."""
 
     def __init__(self, key: LatentKey) -> None:
-        self.ratio, self.through_l1, self.rows = key.ratio, key.through_l1, 2 if key.pairs else 1
+        self.ratio, self.rows = key.ratio, 2 if key.pairs else 1
+        self.through_l1 = key.ratio == 1 and key.pairs
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
-        self.name = f"compress_latent_r{key.ratio}" + "_l1" * key.through_l1 + "_pairs" * key.pairs
+        self.name = f"compress_latent_r{key.ratio}" + "_pairs" * key.pairs
 
     @cute.jit
     def __call__(
@@ -114,136 +119,149 @@ class LatentKernel:
         step = positions, slots, owners, starts, requests
         rows = Rows(kv_score, row_stride, *latents, *step, state, page_stride, divisor, capacity)
         self.kernel(rows).launch(
-            grid=[cute.ceil_div(count, WARPS * self.rows), 1, 1],
-            block=[WARPS * 32, 1, 1],
+            grid=[cute.ceil_div(count, self.rows), 1, 1],
+            block=[THREADS, 1, 1],
             stream=stream,
             use_pdl=use_pdl if const_expr(self.has_dependency) else False,
         )
 
     @cute.kernel
     def kernel(self, rows: Rows) -> None:
-        thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        row = (cta * WARPS + cute.arch.make_warp_uniform(thread // 32)) * self.rows
+        shared = SmemAllocator().allocate_array(Int32, self.rows * LATENT // 4).toint()
+        # a constant of the model: it comes while the kernel ahead runs
+        gains = ptx.load_global_64_in_order(rows.weight + self.offset() // 2, is_shared=True)
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        if row < rows.total:
-            if const_expr(self.ratio == 1):
-                values = self.load_half(self.row_address(rows, row))
-                self.store_latent(rows, row, [word.bitcast(Float32) for word in values])
-            else:
-                self.run_rows(rows, row)
+        row = cta * self.rows
+        own = [
+            self.load(self.row_address(rows, cutlass.min(row + i, rows.total - 1)), self.ratio)
+            for i in range(self.rows)
+        ]
+        if const_expr(self.ratio == 1):
+            values = [[word.bitcast(Float32) for word in words] for words in own]
+            latents = [self.share(values[i], shared + i * LATENT) for i in range(self.rows)]
+            cute.arch.sync_threads()
+            for i in range_constexpr(self.rows):
+                self.store_latent(rows, row + i, latents[i], shared + i * LATENT, gains, row + i < rows.total)
+        else:
+            self.run_rows(rows, row, own, gains, shared)
 
     @cute.jit
-    def run_rows(self, rows: Rows, row: Int32) -> None:
-        """Of ratio 2: the warp's rows from this one on."""
-        numbers = [cutlass.min(row + i, rows.total - 1) for i in range(self.rows)]
-        own = [self.load_row(self.row_address(rows, number)) for number in numbers]
-        facts = [self.load_facts(rows, number) for number in numbers]
+    def run_rows(self, rows: Rows, row: Int32, own: list[Any], gains: Any, shared: Any) -> None:
+        """Of ratio 2: the CTA's rows from this one on, which have been asked for. Lane i looks after row i: latents
+        that rows close, by the row before, and rows that the ring keeps."""
+        number = row + cutlass.min(cute.arch.lane_idx(), self.rows - 1)
+        beside: Any = None
+        in_ring: Any = None
         if const_expr(self.rows == 1):
-            self.prefetch_before(rows, facts[0][1])
-        bounds = [self.load_bounds(rows, owner) for _, _, owner in facts]
-        for i in range_constexpr(self.rows):
-            self.run_row(rows, row + i, facts[i], bounds[i], own[i], own[i - 1] if i > 0 else None)
+            beside = self.load(self.row_address(rows, cutlass.max(row - 1, 0)), 2)
+        position, owner, is_slot, place, place_before = self.load_facts(rows, cutlass.min(number, rows.total - 1))
+        is_odd = Int32(position) & 1 == 1
+        if const_expr(self.rows == 1):
+            in_ring = self.load_where(is_slot & is_odd, place_before + self.offset())
 
-    def load_facts(self, rows: Rows, row: Any) -> tuple[Any, Any, Any]:
-        """Position, slot and request of a row."""
-        position, slot = (ptx.load_global_s64_in_order(at + Int64(row) * 8) for at in (rows.positions, rows.slots))
-        return position, slot, ptx.load_global_s32_in_order(rows.owners + Int64(row) * 4)
-
-    @cute.jit
-    def prefetch_before(self, rows: Rows, slot: Any) -> None:
-        """Have L2 fetch the row of the ring before a slot's."""
-        is_slot = self.is_slot(rows, slot)
-        page, number = divmod(Int32(slot if is_slot else Int64(0)), rows.ring)
-        before = Int64(number - 1 if number > 0 else rows.ring.divisor - 1) * (2 * HALF_ROW)
-        line = rows.state + Int64(page) * rows.page_stride + before + Int64(cute.arch.lane_idx() * 128)
-        ptx.prefetch_l2(line, is_slot)
-
-    @cute.jit
-    def load_bounds(self, rows: Rows, owner: Any) -> tuple[Any, Any, Any]:
-        """Whether there is such a request, its first row, and the end of its rows."""
         is_owned = (owner >= 0) & (owner < rows.requests)
         start = rows.starts + Int64(owner if is_owned else Int32(0)) * 4
         first, last = [ptx.load_global_s32_in_order(start + 4 * i, is_shared=True) for i in range(2)]
         # a negative end would make the number of rows wrap around
-        return is_owned, first, cutlass.max(cutlass.min(last, rows.total), Int32(0))
-
-    @cute.jit
-    def run_row(
-        self,
-        rows: Rows,
-        row: Int32,
-        facts: tuple[Any, Any, Any],
-        bounds: tuple[Any, Any, Any],
-        own: list[Any],
-        beside: Any,
-    ) -> None:
-        """Close a row's latent with the row before, and keep the row, where that is wanted. own, beside: of the row,
-        and of the one before in the step if it has been asked for."""
-        position, slot, owner = facts
-        is_owned, first, last = bounds
-        is_there = self.is_slot(rows, slot) & is_owned & (position >= 0) & (row < rows.total)
-        closes = is_there & (Int32(position) & 1 == 1)
-        keeps = is_there & (row >= last - rows.ring.divisor) & (row < last)
+        last = cutlass.max(cutlass.min(last, rows.total), Int32(0))
+        is_there = is_slot & is_owned & (position >= 0) & (number < rows.total)
+        keeps = is_there & (number >= last - rows.ring.divisor) & (number < last)
         # of a chunk that goes round the ring: the row that overwrites what the request's first row reads
         turns = cutlass.max(last - first, Int32(0)) // rows.ring
         late = first - 1 + turns * rows.ring.divisor
-        is_late = keeps & (turns > 0) & (row == late) & (first >= 0)
+        is_late = keeps & (turns > 0) & (number == late) & (first >= 0)
         of_first = ptx.load_global_s32_where(is_late, rows.owners + Int64(first) * 4)
-        keeps_own = keeps & ((is_late ^ True) | (of_first != owner))
-        page, number = divmod(Int32(slot if is_there else Int64(0)), rows.ring)
-        ring = rows.state + Int64(page) * rows.page_stride + Int64(cute.arch.lane_idx() * 16)
-        if closes:
-            is_first = (row <= first) | (row <= 0)
-            in_ring = ring + Int64(number - 1 if number > 0 else rows.ring.divisor - 1) * (2 * HALF_ROW)
-            if const_expr(beside is None):
-                before = self.load_row(in_ring if is_first else self.row_address(rows, row - 1))
-            else:
-                before = beside
-                if is_first:
-                    before = self.load_row(in_ring)
-            self.store_latent(rows, row, self.weighted(before, own))
-        self.keep_row(ring + Int64(number) * (2 * HALF_ROW), own, keeps_own)
-        if (row == first) & is_owned & (turns > 0) & (row < rows.total):
-            slot = ptx.load_global_s64_in_order(rows.slots + Int64(late) * 8)
-            position = ptx.load_global_s64_in_order(rows.positions + Int64(late) * 8)
-            of_late = ptx.load_global_s32_in_order(rows.owners + Int64(late) * 4)
-            is_there = self.is_slot(rows, slot) & (position >= 0) & (of_late == owner)
-            page, number = divmod(Int32(slot if is_there else Int64(0)), rows.ring)
-            ring = rows.state + Int64(page) * rows.page_stride + Int64(cute.arch.lane_idx() * 16)
-            words = self.load_row(self.row_address(rows, late))
-            self.keep_row(ring + Int64(number) * (2 * HALF_ROW), words, is_there)
+        goes_round = (number == first) & is_owned & (turns > 0) & (number < rows.total)
+        # a bit for each row
+        vote = cute.arch.vote_ballot_sync
+        closing, firsts = vote(is_there & is_odd), vote((number <= first) | (number <= 0))
+        kept, round_ = vote(keeps & ((is_late ^ True) | (of_first != owner))), vote(goes_round)
 
-    def is_slot(self, rows: Rows, slot: Any) -> Any:
-        return (slot >= 0) & (slot < Int64(rows.capacity))
+        for i in range_constexpr(self.rows):
+            if closing & (1 << i) != 0:
+                is_first = firsts & (1 << i) != 0
+                if const_expr(self.rows == 1):
+                    before = [Int32(cutlass.select_(is_first, *two)) for two in zip(in_ring, beside, strict=True)]
+                elif const_expr(i == 0):
+                    source = self.row_address(rows, row - 1)
+                    if is_first:
+                        source = self.of_row(place_before, i) + self.offset()
+                    before = self.load(source, 2)
+                else:
+                    before = own[i - 1]
+                    if is_first:
+                        before = self.load(self.of_row(place_before, i) + self.offset(), 2)
+                words = self.share(self.weighted(before, own[i]), shared + i * LATENT)
+                cute.arch.sync_threads()
+                self.store_latent(rows, row + i, words, shared + i * LATENT, gains, None)
+            if kept & (1 << i) != 0:
+                self.keep(self.of_row(place, i), own[i], None)
+        if round_ != 0:
+            for i in cutlass.range(self.rows, unroll=1):
+                if round_ >> i & 1 != 0:
+                    self.keep_late(rows, *(cute.arch.shuffle_sync(x, i) for x in (late, owner)))
+
+    @cute.jit
+    def keep_late(self, rows: Rows, row: Any, owner: Any) -> None:
+        """Keep a row of this request, if it is one, for the request's first row."""
+        position, of_row, is_slot, place, _ = self.load_facts(rows, row)
+        words = self.load(self.row_address(rows, row), 2)
+        self.keep(place, words, is_slot & (position >= 0) & (of_row == owner))
+
+    @cute.jit
+    def load_facts(self, rows: Rows, row: Any) -> Any:
+        """Position and request of a row, whether it has a slot, and where in its ring are this and the slot before."""
+        position, slot = (ptx.load_global_s64_in_order(at + Int64(row) * 8) for at in (rows.positions, rows.slots))
+        owner = ptx.load_global_s32_in_order(rows.owners + Int64(row) * 4)
+        is_slot = (slot >= 0) & (slot < Int64(rows.capacity))
+        page, number = divmod(Int32(slot if is_slot else Int64(0)), rows.ring)
+        ring = rows.state + Int64(page) * rows.page_stride
+        before = number - 1 if number > 0 else rows.ring.divisor - 1
+        return position, owner, is_slot, *(ring + Int64(n) * (2 * HALF_ROW) for n in (number, before))
+
+    def of_row(self, number: Any, i: int) -> Any:
+        """What the lane that looks after row i has as this number."""
+        if self.rows == 1:
+            return number
+        return ptx.pair(*(cute.arch.shuffle_sync(half, i) for half in ptx.halves(number)))
+
+    def offset(self) -> Any:
+        """Bytes from the beginning of half a row to the thread's columns."""
+        thread, _, _ = cute.arch.thread_idx()
+        return Int64(thread * 16)
 
     def row_address(self, rows: Rows, row: Any) -> Any:
-        """Of a lane's first columns."""
-        return rows.kv_score + Int64(row) * rows.row_stride + Int64(cute.arch.lane_idx() * 16)
+        """Of a thread's first columns."""
+        return rows.kv_score + Int64(row) * rows.row_stride + self.offset()
 
-    def load_half(self, start: Any) -> list[Any]:
-        """A lane's columns of half a row, as words."""
-        return [word for i in range(VECTORS) for word in ptx.load_global_128_in_order(start + 512 * i, self.through_l1)]
+    def load(self, start: Any, halves: int) -> list[Any]:
+        """A thread's columns of a row, of its kv half and then of its gate half, as words."""
+        return [
+            word
+            for half in range(halves)
+            for word in ptx.load_global_128_in_order(start + half * HALF_ROW, self.through_l1)
+        ]
 
-    def load_row(self, start: Any) -> list[Any]:
-        """A lane's columns of a row, of its kv half and then of its gate half, as words."""
-        return [*self.load_half(start), *self.load_half(start + HALF_ROW)]
+    def load_where(self, condition: Any, start: Any) -> list[Any]:
+        """The same of both halves, anything where the condition fails."""
+        return [word for at in (start, start + HALF_ROW) for word in ptx.load_global_128_where(condition, at)]
 
-    def keep_row(self, start: Any, words: list[Any], is_wanted: Any) -> None:
-        for i in range(2 * VECTORS):
-            target = start + (i // VECTORS * HALF_ROW + i % VECTORS * 512)
-            ptx.store_global_128(target, words[4 * i : 4 * i + 4], is_wanted)
+    def keep(self, place: Any, words: list[Any], is_wanted: Any) -> None:
+        for half in range(2):
+            at = place + self.offset() + half * HALF_ROW
+            ptx.store_global_128(at, words[4 * half : 4 * half + 4], is_wanted)
 
     def weighted(self, before: list[Any], own: list[Any]) -> list[Any]:
         """Means of the kv halves of two rows, by the softmax of their gate halves."""
-        half, means = 4 * VECTORS, []
-        for i in range(half):
-            gap = ptx.sub_rn(own[half + i].bitcast(Float32), before[half + i].bitcast(Float32))
+        means = []
+        for i in range(4):
+            gap = ptx.sub_rn(own[4 + i].bitcast(Float32), before[4 + i].bitcast(Float32))
             # exp of minus the distance, so that nothing overflows
             less = ptx.exp2(ptx.mul_rn((gap.bitcast(Int32) & 0x7FFFFFFF).bitcast(Float32), Float32(-ptx.LOG2_E)))
-            most = ptx.reciprocal(ptx.add_rn(less, Float32(1.0)))
+            most = ptx.reciprocal_normal(ptx.add_rn(less, Float32(1.0)))
             less = ptx.mul_rn(less, most)
             is_newer = gap >= Float32(0.0)
             old, new = before[i].bitcast(Float32), own[i].bitcast(Float32)
@@ -251,35 +269,41 @@ class LatentKernel:
             means.append(ptx.fma_rn(new, of_new, ptx.mul_rn(old, of_old)))
         return means
 
-    def store_latent(self, rows: Rows, row: Any, values: list[Any]) -> None:
-        """Round, norm and store a lane's columns."""
-        lane = cute.arch.lane_idx()
-        weight = rows.weight + Int64(lane * 8)
-        weights = [ptx.load_global_64_again(weight + 256 * i) for i in range(VECTORS)]
-        rounded = convert.bf16_floats(convert.bf16_words(values))
-        total = reduce.lanes_sum(reduce.square_sum(rounded))
+    def share(self, values: list[Any], shared: Any) -> list[Any]:
+        """Round a thread's columns, and tell the CTA's other threads. A barrier follows."""
+        words = convert.bf16_words(values)
+        ptx.store_shared_64(shared + Int32(self.offset()) // 2, *words)
+        return words
+
+    def store_latent(self, rows: Rows, row: Any, words: list[Any], shared: Any, gains: Any, is_wanted: Any) -> None:
+        """Norm and store a thread's rounded columns. Each warp sums the squares of the row: lane l those of columns
+        128 w + 4 l .. + 3 for w = 0 to 3, in this order."""
+        own = shared + cute.arch.lane_idx() * 8
+        whole = [word for warp in range(WARPS) for word in ptx.load_shared_64(own + 256 * warp)]
+        total = reduce.lanes_sum(reduce.square_sum(convert.bf16_floats(whole)))
         factor = ptx.rsqrt(ptx.fma_rn(total, Float32(1.0 / HEAD_DIM), rows.eps))
-        target = rows.out + Int64(row) * rows.out_stride + Int64(lane * 8)
-        for i in range(VECTORS):
-            gains = convert.bf16_floats(weights[i])
-            normed = [ptx.mul_rn(ptx.mul_rn(rounded[4 * i + j], factor), gains[j]) for j in range(4)]
-            ptx.store_global_64(target + 256 * i, *convert.bf16_words(normed))
+        pairs = zip(convert.bf16_floats(words), convert.bf16_floats(gains), strict=True)
+        low, high = convert.bf16_words([ptx.mul_rn(ptx.mul_rn(x, factor), gain) for x, gain in pairs])
+        target = rows.out + Int64(row) * rows.out_stride + self.offset() // 2
+        ptx.store_global_64(target, low, high, is_wanted)
 
 
 @dataclass(frozen=True)
 class LatentKey(KernelKey):
     """What distinguishes one compiled kernel from another.
 
-    ratio         1 or 2
-    through_l1    of ratio 1: whether rows may go through L1
-    pairs         of ratio 2: whether a warp takes two rows
+    ratio    1 or 2
+    pairs    whether a CTA takes two rows
     """
 
     kernel_name: ClassVar[str] = "compressor.latent"
-    tuning: ClassVar[tuple[str, ...]] = ("through_l1", "pairs")
+    tuning: ClassVar[tuple[str, ...]] = ("pairs",)
     ratio: int = 1
-    through_l1: bool = False
     pairs: bool = False
+
+    @property
+    def smem_bytes(self) -> int:
+        return (2 if self.pairs else 1) * LATENT
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -294,8 +318,7 @@ class LatentKey(KernelKey):
 
 def key_for(arch: str, ratio: int, rows: int) -> LatentKey:
     """The kernel of calls of so many rows."""
-    is_many = rows > FEW_ROWS[ratio]
-    return LatentKey(arch, ratio, through_l1=ratio == 1 and is_many, pairs=ratio == 2 and is_many)
+    return LatentKey(arch, ratio, pairs=rows > FEW_ROWS[ratio])
 
 
 def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[LatentKey]:

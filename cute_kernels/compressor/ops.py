@@ -663,7 +663,7 @@ def fused_compress_norm_rope_store(
 # ---- V4.1: latents, and what is stored of them
 
 LATENT_RATIOS = (1, 2)
-ENTRY_FORMATS = (formats.FP8_DS_MLA, formats.MXFP8_V41, formats.NVFP4_V41)
+ENTRY_FORMATS = (formats.FP8_DS_MLA, *formats.V41_FORMATS)
 KEY_FORMATS = (formats.INDEXER_FP8, formats.INDEXER_MXFP4)
 
 
@@ -801,7 +801,7 @@ def compress_latent(
     token_to_req_indices   int32 [>= T']; a row whose request is not in 0..R-1 closes and keeps nothing
     out                    bf16 [T, 512], row-strided; of ratio 2 only the rows that close a latent are written
     use_pdl                start while the kernel before on the stream still runs (programmatic dependent launch), and
-                           wait for it before anything is read
+                           wait for it before anything but norm_weight is read
 
     Returns out. Raises ValueError or TypeError on arguments that do not fit.
     """
@@ -892,7 +892,7 @@ def rope_quant_insert(
     kv_cache         the compressed cache, [num_blocks, rows, row_elements] of kv_format; mutated
     slot_mapping     int64 [T'], T' <= T, slots of kv_cache, distinct where valid
     compress_ratio   1 or 2
-    kv_format        record format id: "fp8_ds_mla/1", or V4.1's own "mxfp8_v41/1" or "nvfp4_v41/1"
+    kv_format        record format id: "fp8_ds_mla/1", or V4.1's own "mxfp8_v41/1", "nvfp4_v41/1" or a split form
     use_pdl          as of `compress_latent`
 
     Raises ValueError or TypeError on arguments that do not fit.

@@ -34,6 +34,10 @@ class Ring:
         """In memory of a SmemAllocator."""
         return cls(smem.allocate_array(Int64, 2 * stages), stages)
 
+    def place(self, number: Any) -> tuple[Any, Any]:
+        """(stage, phase) of what goes round as the `number`th, counted from 0."""
+        return place(number, self.stages)
+
     def full(self, stage: Any) -> Any:
         return self.first + stage
 
@@ -78,6 +82,13 @@ def arrive_warp(lane: Any, barrier: Any) -> None:
 
 def _wait(barrier: Any, phase: Any) -> None:
     ptx.wait_mbarrier(barrier.toint(), phase)
+
+
+def place(number: Any, stages: int) -> tuple[Any, Any]:
+    """(stage, phase) of what goes round a ring as the `number`th, counted from 0. stages: a power of two.
+
+    By masks: remainders and quotients of numbers that might be negative take five instructions each."""
+    return number & (stages - 1), number >> (stages.bit_length() - 1) & 1
 
 
 def start() -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
@@ -34,15 +34,26 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.dsl import convert, ptx, transforms
 from cute_kernels.dsl.ptx import DEPENDENT_LAUNCH_ARCH
 from cute_kernels.dsl.tensor import address, length, stride_bytes
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, MXFP8_V41, PLAIN_BF16, PLAIN_FP8, ROPE_DIM
+from cute_kernels.formats import (
+    FP8_DS_MLA,
+    HEAD_DIM,
+    MXFP8_FORMATS,
+    PLAIN_BF16,
+    PLAIN_FP8,
+    ROPE_DIM,
+    V41_KV_CACHES,
+)
 from cute_kernels.kv_cache import query_norm, record
 from cute_kernels.kv_cache.call import Bf16InsertCall, Fp8InsertCall, QuantInsertCall
+from cute_kernels.models import ModelConfig, latent_ratios
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
 
 # ---- config
+
+MXFP8 = tuple(fmt.id for fmt in MXFP8_FORMATS)
 
 FEW_ROWS = 4096
 """Up to so many rows of q, all tokens and heads together, one row per warp and angles ahead of the wait are faster;
@@ -243,10 +254,10 @@ class QnormKernel:
                 pieces = record.encode(lane, words[:4], words[4:], convert.bf16_words(values[8:]), self.arch)
                 if is_inside:
                     record.store_encoded(lane, page_start, row, block_size, pieces)
-            elif const_expr(self.form == MXFP8_V41.id):
-                target = page_start + Int64(row) * MXFP8_V41.row_elements
+            elif const_expr(self.form in MXFP8):
+                places = record.places_v41(page_start, row, block_size, self.form)
                 rounded = (*words[:4], *convert.bf16_words(values[8:]))
-                record.store_v41(lane, target, rounded, is_inside, self.form, self.arch)
+                record.store_v41(lane, places, rounded, is_inside, self.form, self.arch)
             elif const_expr(self.form == PLAIN_BF16.id):
                 target = page_start + Int64(row) * (2 * HEAD_DIM) + Int64(lane * 16)
                 ptx.store_global_128(target, words[:4], is_inside)
@@ -367,9 +378,10 @@ def _key_of_shape(arch: str, kv_format: str, norm: bool, rows: int, early: bool)
     return QnormKey(arch, kv_format, norm, rows, early=early and arch_number(arch) >= DEPENDENT_LAUNCH_ARCH)
 
 
-def deployment(arch: str, kv_format: str) -> list[QnormKey]:
-    """What the layers need: all of them normalize their queries."""
-    return [key_for(arch, kv_format, query_rows=rows) for rows in (FEW_ROWS, FEW_ROWS + 1)]
+def deployment(config: ModelConfig, arch: str, kv_formats: Iterable[str]) -> list[QnormKey]:
+    """What the layers need: V4's normalize their queries, V4.1's do not."""
+    norm = not latent_ratios(config)
+    return [key_for(arch, fmt, norm, rows) for fmt in kv_formats for rows in (FEW_ROWS, FEW_ROWS + 1)]
 
 
 @cache
@@ -469,9 +481,13 @@ def launch_quant_insert(call: QuantInsertCall) -> None:
     )
 
 
-QUANT_INSERT = OpKernel(
-    launch_quant_insert, why_not_quant_insert, lambda config, tp, arch: deployment(arch, FP8_DS_MLA.id)
-)
+def quant_insert_keys(config: ModelConfig, tp: int, arch: str) -> list[QnormKey]:
+    """Of the model's windows."""
+    v41 = dict.fromkeys(window.id for window, _ in V41_KV_CACHES.values())
+    return deployment(config, arch, v41 if latent_ratios(config) else (FP8_DS_MLA.id,))
+
+
+QUANT_INSERT = OpKernel(launch_quant_insert, why_not_quant_insert, quant_insert_keys)
 
 
 def why_not_bf16_insert(call: Bf16InsertCall) -> str:
@@ -497,7 +513,7 @@ def launch_bf16_insert(call: Bf16InsertCall) -> None:
 
 
 BF16_INSERT = OpKernel(
-    launch_bf16_insert, why_not_bf16_insert, lambda config, tp, arch: deployment(arch, PLAIN_BF16.id)
+    launch_bf16_insert, why_not_bf16_insert, lambda config, tp, arch: deployment(config, arch, (PLAIN_BF16.id,))
 )
 
 
@@ -528,4 +544,6 @@ def launch_fp8_insert(call: Fp8InsertCall) -> None:
     )
 
 
-FP8_INSERT = OpKernel(launch_fp8_insert, why_not_fp8_insert, lambda config, tp, arch: deployment(arch, PLAIN_FP8.id))
+FP8_INSERT = OpKernel(
+    launch_fp8_insert, why_not_fp8_insert, lambda config, tp, arch: deployment(config, arch, (PLAIN_FP8.id,))
+)

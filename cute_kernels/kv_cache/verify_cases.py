@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cute_kernels import formats
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, MXFP8_V41, NVFP4_V41
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, MXFP8_FORMATS, V41_FORMATS
 from cute_kernels.runtime.verify import Example, compare_arguments, raw_memory
 
 _POISON = 0xA5
@@ -80,7 +80,7 @@ def gather() -> Iterator[Example]:
             f"pages of {block_size} and {extra} bytes between them, from row {offset}, {'tails' if tails else 'all'}",
             _gather_arguments(block_size, extra, offset, tails),
         )
-    for fmt in (MXFP8_V41, NVFP4_V41):
+    for fmt in V41_FORMATS:
         for block_size, extra, offset, tails in ((64, 64, 0, True), (7, 8, 5, False)):
             name = f"{fmt.id}, pages of {block_size}, from row {offset}, {'tails' if tails else 'all'}"
             yield Example(name, _gather_arguments(block_size, extra, offset, tails, fmt))
@@ -137,7 +137,13 @@ def _steps(x: torch.Tensor) -> torch.Tensor:
 
 
 def agree_but_for_queries(queries: int, got: Sequence[Any], want: Sequence[Any]) -> str:
-    """Argument number `queries` holds the right queries, with nothing written between them; the rest is equal."""
+    """Argument number `queries` holds the right queries, with nothing written between them; the rest is equal.
+
+    Rotation alone has one result, so without a norm, the third argument from the end, all is equal.
+    """
+    names = [str(number) for number in range(len(got))]
+    if not got[-3]:
+        return compare_arguments(names, got, want)
     g, w = got[queries], want[queries]
     difference = query_difference(g, w)
     if difference:
@@ -145,7 +151,6 @@ def agree_but_for_queries(queries: int, got: Sequence[Any], want: Sequence[Any])
     raw = raw_memory(g).clone()
     same = torch.empty(0, dtype=g.dtype).set_(raw.untyped_storage(), g.storage_offset(), g.shape, g.stride())
     same.copy_(w)
-    names = [str(number) for number in range(len(got))]
     return compare_arguments(names, [*got[:queries], same, *got[queries + 1 :]], want)
 
 
@@ -213,12 +218,20 @@ def _examples(fmt: Any) -> Iterator[Example]:
         name = f"{rows} rows, {slots} of them stored, {heads} heads, pages of {block_size} and {extra} bytes between"
         name += ", a dependent launch" * use_pdl
         yield Example(name, _arguments(fmt, rows, heads, block_size, extra, slots, use_pdl=use_pdl), agree)
-    yield Example("queries rotated only", _arguments(fmt, 60, 5, 64, 0, 60, norm=False, use_pdl=True))
+    yield Example("queries rotated only", _arguments(fmt, 60, 5, 64, 0, 60, norm=False, use_pdl=True), agree)
+
+
+def _quant_inserts() -> Iterator[Example]:
+    """Into records of V4's windows, and of V4.1's, whose queries have no norm."""
+    yield from _examples(formats.FP8_DS_MLA)
+    for fmt in MXFP8_FORMATS:
+        arguments = _arguments(fmt, 70, 13, 3, 528, 61, norm=False, use_pdl=True)
+        yield Example(f"V4.1's own records, {fmt.id}", arguments, partial(agree_but_for_queries, 0))
 
 
 _NAME = "fused_deepseek_v4_qnorm_rope_kv_rope_"
 _QNORM_EXAMPLES: dict[str, Callable[[], Iterator[Example]]] = {
-    f"{_NAME}quant_insert": partial(_examples, formats.FP8_DS_MLA),
+    f"{_NAME}quant_insert": _quant_inserts,
     f"{_NAME}full_cache_bf16_insert": partial(_examples, formats.PLAIN_BF16),
     f"{_NAME}full_cache_fp8_insert": partial(_examples, formats.PLAIN_FP8),
 }

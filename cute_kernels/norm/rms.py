@@ -30,7 +30,7 @@ from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.reduce import lanes_sum, square_sum
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import HEAD_DIM
-from cute_kernels.models import ModelConfig
+from cute_kernels.models import ModelConfig, latent_ratios
 from cute_kernels.norm.call import MtpInputCall, QKvCall, SharedHeadCall
 from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
@@ -494,8 +494,10 @@ MTP_INPUT = OpKernel(launch_mtp_input, why_not_mtp_input, mtp_input_keys)
 
 
 def shared_head_keys(config: ModelConfig, tp: int, arch: str) -> list[RmsNormKey]:
-    """The layer of multi-token prediction; checkpoints have bf16 weights."""
-    return [RmsNormKey(arch, config.hidden_size, False)]
+    """The layer of multi-token prediction, or V4.1's draft, which norms its context and KV vectors of it; checkpoints
+    have bf16 weights."""
+    widths = (config.hidden_size, *((HEAD_DIM,) if latent_ratios(config) else ()))
+    return [RmsNormKey(arch, width, False) for width in widths]
 
 
 def why_not_shared_head(call: SharedHeadCall) -> str:

@@ -145,7 +145,7 @@ def mtp_input() -> Iterator[Example]:
 
 def shared_head() -> Iterator[Example]:
     """mtp_shared_head_rmsnorm(hidden_states, weight, eps, out, use_pdl)"""
-    for tokens, width in ((0, 4096), (1, 7168), (65, 4096), (3, 40), (2, 10000), (2, 5120)):
+    for tokens, width in ((0, 4096), (1, 7168), (65, 4096), (3, 40), (2, 10000), (2, 5120), (70, 512)):
         x = _rows(tokens, width, seed=9)
         arguments = (x, _weight(width, 10), _EPS, _poisoned(x), tokens == 3)
         yield Example(f"{tokens} rows of {width}", arguments, partial(_agree, (3,)))

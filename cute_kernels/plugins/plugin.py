@@ -2,8 +2,9 @@
 """What the plug-ins share: what is asked for, which versions are known, patches that wait for a module of the engine,
 and what is logged.
 
-CUTE_KERNELS_PLUGIN   "off" or empty (default): nothing is touched. "all", or names of parts with commas between them;
-                      "force" among them skips the check of the engine's version. docs/engines.md says what the parts do
+CUTE_KERNELS_PLUGIN   "off": nothing is touched. "all", or names of parts with commas between them; "force" among them
+                      skips the check of the engine's version. Empty, or not there: the parts that have run on a GPU
+                      beside the engine's own, on GPUs like it, with that release. docs/engines.md says what they do
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
+
 VARIABLE = "CUTE_KERNELS_PLUGIN"
+PROVEN_ON = 9, 0
+"""Compute capability of the GPUs that parts have run on beside the engines' own."""
+
 PARTS = ("decode", "prefill", "insert", "norm", "indexer", "compressor", "output")
 
 
@@ -30,12 +36,22 @@ class Plugin:
     engine      the engine's distribution, whose logger shows what is logged here
     supported   versions whose seams are known: from the first one on, below the second
     parts       which of PARTS exist for this engine
+    proven      which of them have run on a GPU beside the engine's own, and are replaced if nobody asks for any
+    release     the engine's, with which they have
     """
 
     def __init__(
-        self, engine: str, supported: tuple[tuple[int, ...], tuple[int, ...]], parts: Sequence[str] = PARTS
+        self,
+        engine: str,
+        supported: tuple[tuple[int, ...], tuple[int, ...]],
+        parts: Sequence[str] = PARTS,
+        proven: Sequence[str] = (),
+        release: tuple[int, ...] = (),
     ) -> None:
         self.engine, self.supported, self.own = engine, supported, tuple(parts)
+        self.proven, self.release = tuple(proven), release
+        self.is_asked = False
+        """Whether the environment names what to replace."""
         self.log = logging.getLogger(f"{engine}.cute_kernels")
         self.said: set[str] = set()
         """Lines that are not logged again."""
@@ -43,7 +59,9 @@ class Plugin:
 
     def requested(self) -> frozenset[str]:
         """The parts to replace: those asked for, if this version of the engine is known. ValueError on other words."""
-        words = {word.strip() for word in os.environ.get(VARIABLE, "").split(",")} - {"", "off"}
+        words = {word.strip() for word in os.environ.get(VARIABLE, "").split(",")} - {""}
+        self.is_asked = bool(words)
+        words = words - {"off"} if words else {*self.proven}
         unknown = words - {"all", "force", *PARTS}
         if unknown:
             allowed = ", ".join(("off", "all", "force", *PARTS))
@@ -51,21 +69,37 @@ class Plugin:
         parts = frozenset(self.own if "all" in words else words & {*self.own})
         if not parts:
             return parts
-        version = self.version()
-        lowest, below = self.supported
-        if not lowest <= numbers(version) < below and "force" not in words:
-            known = f"{'.'.join(map(str, lowest))} to below {'.'.join(map(str, below))}"
-            self.once(
-                f"nothing is replaced: {self.engine} is {version}, known is {known} (force: {VARIABLE}=force,...)"
-            )
-            return frozenset()
-        return parts
+        version, (lowest, below) = self.version(), self.supported
+        if not self.is_asked and numbers(version) != self.release:
+            known = f"{dotted(self.release)} has run with its parts (ask for them: {VARIABLE}=all)"
+        elif not lowest <= numbers(version) < below and "force" not in words:
+            known = f"known is {dotted(lowest)} to below {dotted(below)} (force: {VARIABLE}=force,...)"
+        else:
+            return parts
+        self.tell(f"nothing is replaced: {self.engine} is {version}, {known}")
+        return frozenset()
 
     def version(self) -> str:
         """Of the installed engine."""
-        return importlib.metadata.version(self.engine)
+        try:
+            return importlib.metadata.version(self.engine)
+        except importlib.metadata.PackageNotFoundError:
+            return "unknown"
 
-    def once(self, message: str, level: int = logging.WARNING) -> None:
+    def unproven(self) -> str:
+        """Why nothing is replaced on this GPU unless somebody asks for it; "": it is. Called where layers are made: the
+        processes before that must not touch a GPU."""
+        found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        if self.is_asked or found == PROVEN_ON:
+            return ""
+        here = "there is no GPU" if found is None else f"the GPU has compute capability {found[0]}.{found[1]}"
+        return f"{here} and {VARIABLE} asks for nothing"
+
+    def tell(self, message: str) -> None:
+        """Log why something is not replaced: a warning to who has asked for it."""
+        self.once(message, logging.WARNING if self.is_asked else logging.INFO)
+
+    def once(self, message: str, level: int) -> None:
         """Log this message, if it is the first time."""
         if message not in self.said:
             self.said.add(message)
@@ -73,7 +107,7 @@ class Plugin:
 
     def fall_back(self, part: str, reason: str) -> None:
         """Say, once, why the engine's own code runs in place of a part."""
-        self.once(f"{part}: the engine's own, as {reason}")
+        self.tell(f"{part}: the engine's own, as {reason}")
 
     def announce(self, what: str) -> None:
         """Say what is in use. Callers look at `is_announced` first: reading the version takes a millisecond."""
@@ -96,6 +130,10 @@ def numbers(version: str) -> tuple[int, ...]:
     """The numbers of a release: (0, 33, 0) of "0.33.0rc1+cu130"."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(number) for number in found[0].split(".")) if found else ()
+
+
+def dotted(release: Sequence[int]) -> str:
+    return ".".join(map(str, release))
 
 
 _waiting: dict[str, list[Callable[[ModuleType], None]]] = {}

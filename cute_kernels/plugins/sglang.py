@@ -3,14 +3,19 @@
 
     decode    what the backend calls FlashMLA for, decode, verification and dense prefill: sparse_mla_decode
     prefill   the sparse prefill on its gathered workspace: sparse_mla_prefill
+    indexer   scores and the best of them, as slots of the cache: score_top_k_decode, or score_top_k_prefill where the
+              engine gathers the keys of a long request
 
-With both, a layer has its own number of heads; otherwise the engine pads them to 64 or 128. Caches, metadata and
-everything before and after attention stay the engine's. A subclass takes the place of the backend's class when its
-module is imported; the draft's steps name that class too. Backends of other caches or kernels keep their own.
+With the first two, a layer has its own number of heads; otherwise the engine pads them to 64 or 128. Caches, metadata
+and everything before and after, the indexer's queries and keys too, stay the engine's.
+
+A subclass takes the place of the backend's class when its module is imported; the draft's steps name that class too.
+Backends of other caches or kernels keep their own.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +25,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels import formats
-from cute_kernels.plugins import Plugin, on_import, rebind
+from cute_kernels.indexer.ops import score_top_k_decode, score_top_k_prefill
+from cute_kernels.indices.ops import compute_global_topk_indices_and_lens
+from cute_kernels.plugins import PARTS, Plugin, on_import, rebind
 from cute_kernels.sparse_mla.ops import sparse_mla_decode, sparse_mla_prefill
 
 if TYPE_CHECKING:
@@ -28,11 +35,12 @@ if TYPE_CHECKING:
 else:
     Engines = object
 
-PLUGIN = Plugin("sglang", ((0, 5, 23), (0, 5, 24)), ("decode", "prefill"))
+PLUGIN = Plugin("sglang", ((0, 5, 23), (0, 5, 24)), ("decode", "prefill", "indexer"))
 
 BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 BACKEND_CLASS = "DeepseekV4AttnBackend"
 KERNELS = "sglang.kernels.ops.attention.flash_mla_interface"
+INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
 MODEL = "sglang.srt.models.deepseek_v4"
 
 DECODE = "_flash_mla_with_kvcache"
@@ -116,7 +124,7 @@ def unsupported(backend: Any) -> str:
         return f"records are {layout.name}"
     if backend.hisparse_coordinator is not None:
         return "caches are partly on the host (HiSparse)"
-    return ""
+    return PLUGIN.unproven()
 
 
 class Backend(Engines):
@@ -167,10 +175,96 @@ class Backend(Engines):
         with _in_prefill():
             return super()._forward_prefill_sparse(q, *args, **kwargs)
 
-    def _announce(self, q: torch.Tensor) -> None:
+    def forward_c4_indexer(
+        self,
+        x: torch.Tensor,
+        q_lora: torch.Tensor,
+        c4_indexer: Any,
+        forward_batch: Any,
+        alt_streams: Any = None,
+        enable_multi_stream: bool = False,
+        q_lora_ready: Any = None,
+        skip_compressor: bool = False,
+        q_lora_quant: Any = None,
+    ) -> None:
+        is_served = self._is_served and "indexer" in self.parts
+        reason = self._why_not_indexer(c4_indexer) if is_served else ""
+        if reason:
+            PLUGIN.fall_back("indexer", reason)
+        if not is_served or reason or forward_batch.forward_mode.is_idle():
+            streams = alt_streams, enable_multi_stream, q_lora_ready
+            super().forward_c4_indexer(x, q_lora, c4_indexer, forward_batch, *streams, skip_compressor, q_lora_quant)
+            return
+        core = self.forward_metadata.core_metadata
+        rows = min(x.shape[0], q_lora.shape[0], core.positions.shape[0])
+        inputs = {
+            "x": x[:rows],
+            "q_lora": q_lora[:rows],
+            "c4_indexer": c4_indexer,
+            "positions": core.positions[:rows],
+            "forward_batch": forward_batch,
+        }
+        if enable_multi_stream:
+            q, weights = self._forward_prepare_multi_stream(
+                **inputs, alt_streams=alt_streams, q_lora_ready=q_lora_ready
+            )
+        else:
+            quantized = q_lora_quant if q_lora.shape[0] == rows else None
+            q, weights = self._forward_prepare_normal(**inputs, skip_compressor=skip_compressor, q_lora_quant=quantized)
+        if self.parts == {"indexer"}:
+            self._announce()
+        self._score(q, weights, c4_indexer, forward_batch)
+
+    def _why_not_indexer(self, c4_indexer: Any) -> str:
+        if c4_indexer.use_fp4_indexer:
+            return "keys are MXFP4"
+        if not self.dsa_topk_backend.is_sgl_kernel():
+            return "another top-k is chosen"
+        if self.debug_use_external_c4_sparse_indices or sys.modules[INDEXER].get_global_indexer_capturer() is not None:
+            return "picks come from elsewhere or are recorded"
+        return ""
+
+    def _score(self, q: torch.Tensor, weights: torch.Tensor, c4_indexer: Any, forward_batch: Any) -> None:
+        """Slots of the best entries of each row, and the entries themselves if the metadata has a place for them."""
+        core, paged = self.forward_metadata.core_metadata, self.forward_metadata.indexer_metadata
+        # rows beyond the metadata's are padding of a graph
+        rows = min(q.shape[0], paged.compressed_seq_lens.shape[0], core.c4_sparse_page_indices.shape[0])
+        q, weights, top_k = q[:rows], weights.squeeze(2)[:rows], c4_indexer.index_topk
+        lens, table = paged.compressed_seq_lens.flatten()[:rows], paged.page_table[:rows]
+        slots, picks = core.c4_sparse_page_indices[:rows, :top_k], core.c4_sparse_raw_indices
+        plan = self._get_nonpaged_indexer_plan(
+            c4_indexer=c4_indexer,
+            forward_batch=forward_batch,
+            indexer_metadata=paged,
+            page_table=table,
+            c4_seq_lens=lens,
+            query_rows=rows,
+        )
+        pool = self.token_to_kv_pool
+        if plan is not None:
+            keys = self._gather_nonpaged_index_k(c4_indexer=c4_indexer, token_to_kv_pool=pool, plan=plan)
+            picks = slots.new_empty(slots.shape) if picks is None else picks[:rows, :top_k]
+            # the plan's own ends leave out the rows whose entries are all picked
+            score_top_k_prefill(q, keys, weights, plan.ks, lens, top_k, max_seqlen_k=plan.max_seqlen_k, out=picks)
+        else:
+            pages = pool.get_index_k_with_scale_buffer(layer_id=c4_indexer.layer_id)
+            pages = pages.view(pages.shape[0], paged.compressed_page_size, formats.INDEXER_FP8.row_elements)
+            scored = q[:, None], pages, weights, lens, table, paged.max_compressed_seq_len, top_k
+            if picks is None:
+                of_slots = {"slot_block_table": table, "slot_rows_per_page": paged.compressed_page_size}
+                score_top_k_decode(*scored, out=slots, **of_slots)
+                return
+            picks = score_top_k_decode(*scored, out=picks[:rows, :top_k])
+        row = torch.arange(rows, dtype=torch.int32, device=q.device)
+        compute_global_topk_indices_and_lens(
+            picks, row, table, paged.compressed_page_size, torch.ones_like(row, dtype=torch.bool), out_indices=slots
+        )
+
+    def _announce(self, q: torch.Tensor | None = None) -> None:
         if PLUGIN.is_announced:
             return
-        PLUGIN.announce(f"{type(self).__name__} with {', '.join(sorted(self.parts))}; {q.shape[-2]} heads")
+        heads = "" if q is None else f"; {q.shape[-2]} heads"
+        PLUGIN.announce(f"{type(self).__name__} with {', '.join(p for p in PARTS if p in self.parts)}{heads}")
 
 
 SERVED = {

@@ -51,21 +51,15 @@ if TYPE_CHECKING:
 else:
     Engines = object
 
-PLUGIN = Plugin("vllm", ((0, 33), (0, 34)))
+PLUGIN = Plugin("vllm", ((0, 33), (0, 34)), proven=PARTS, release=(0, 33, 0))
 
 MODEL = "vllm.models.deepseek_v4.nvidia.model"
 SELECTOR = "_select_dsv4_attn_cls"
 BASE = "DeepseekV4FlashMLAAttention"
 
-WINDOW_COLUMNS = 256
-"""At least the columns of a decode row's window: 128, more with speculative tokens."""
-
 SCORE_BYTES = 64 << 20
-"""Memory for scores of the indexer at a time, but for a single request that needs more. It lies in the workspace that
-attention gathers rows into, behind the indexer's own keys."""
-
-MOST_ROWS = 8
-"""Rows of a decode request that are scored together, at most."""
+"""Memory for scores of the indexer at a time, but for a single request that needs more: where the engine's workspace
+has less behind the keys of a step, it is allocated, as the engine allocates its scores."""
 
 
 def register() -> None:
@@ -104,7 +98,7 @@ def unsupported(chosen: type, base: type, vllm_config: Any) -> str:
         return "contexts are sharded over ranks"
     if config.head_dim != formats.HEAD_DIM or config.qk_rope_head_dim != formats.ROPE_DIM:
         return f"heads have {config.head_dim} columns, {config.qk_rope_head_dim} of them rotated"
-    return ""
+    return PLUGIN.unproven()
 
 
 @cache
@@ -130,6 +124,10 @@ def forward_metadata() -> Any:
     from vllm.forward_context import get_forward_context
 
     return get_forward_context().attn_metadata
+
+
+WORKSPACE_ALIGNMENT = 256
+"""Bytes that each tensor of the engine's workspace begins at a multiple of."""
 
 
 def workspace(*shapes_and_dtypes: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
@@ -162,25 +160,23 @@ class NativeHeads(Engines):
 
 
 class Decode(Engines):
-    _decode_bytes: int | None = None
-
     def forward_mqa(self, q: Any, kv: Any, positions: Any, output: Any) -> None:
         super().forward_mqa(q, kv, positions, output)
         if forward_metadata() is None:
-            self._decode_workspace(q.device)
+            self._gather_workspace()
 
-    def _decode_workspace(self, device: torch.device) -> torch.Tensor | None:
-        """As large in the dummy run as ever after: for the largest batch and the longest lists."""
-        if self._decode_bytes is None:
-            columns = 0
-            if self.compress_ratio == 4:
-                columns = self.topk_indices_buffer.shape[-1]
-            elif self.compress_ratio > 1:
-                columns = 2 * -(-self.max_model_len // self.compress_ratio)
-            self._decode_bytes = sparse_mla_decode_workspace_size(
-                self.max_num_batched_tokens, 1, self.padded_heads, WINDOW_COLUMNS, columns, device=device
-            )
-        return workspace(((self._decode_bytes,), torch.uint8))[0] if self._decode_bytes else None
+    def _gather_workspace(self) -> torch.Tensor:
+        """The memory that the engine's prefill gathers rows into and its dummy run reserves."""
+        entries = -(-self.max_model_len // self.compress_ratio) if self.compress_ratio > 1 else 0
+        rows = self.PREFILL_CHUNK_SIZE * (entries + self.window_size + self.max_num_batched_tokens)
+        return workspace(((rows, formats.HEAD_DIM), torch.bfloat16))[0].view(torch.uint8).flatten()
+
+    def _decode_workspace(self, q: torch.Tensor, *lists: torch.Tensor | None) -> torch.Tensor | None:
+        """For splits of rows. None, and the op allocates it as FlashMLA does, where that memory may be too small."""
+        columns = [0 if indices is None else indices.shape[-1] for indices in lists]
+        needed = sparse_mla_decode_workspace_size(q.shape[0], 1, q.shape[1], *columns, device=q.device)
+        memory = self._gather_workspace() if needed else None
+        return memory if memory is None or memory.numel() >= needed else None
 
     def _forward_decode(
         self, q: Any, kv_cache: Any, swa_metadata: Any, attn_metadata: Any, swa_only: bool, output: Any
@@ -210,7 +206,7 @@ class Decode(Engines):
             extra_topk_length=lens,
             out=output[:, None],
             return_lse=False,
-            workspace=self._decode_workspace(q.device),
+            workspace=self._decode_workspace(q, swa_metadata.decode_swa_indices, slots),
         )
 
 
@@ -498,8 +494,6 @@ class Indexer(Engines):
 class Scores(Engines):
     """Scores and the best of them, in place of the op behind `SparseAttnIndexer`."""
 
-    _score_bytes: int | None = None
-
     def forward_native(self, hidden_states: Any, q_quant: Any, k: Any, weights: Any) -> Any:
         return self.forward_cuda(hidden_states, q_quant, k, weights)
 
@@ -512,7 +506,7 @@ class Scores(Engines):
                 PLUGIN.fall_back("indexer", reason)
             result = super().forward_cuda(hidden_states, q_quant, k, weights)
             if of_layer is None:
-                self._score_workspace()
+                self._key_workspace()
             return result
         picks = self.topk_indices_buffer[: hidden_states.shape[0]]
         if picks.shape[-1] == self.topk_tokens:  # decode writes all of its rows
@@ -543,29 +537,31 @@ class Scores(Engines):
             return "decode rows name their requests"
         return ""
 
-    def _score_workspace(self) -> list[torch.Tensor]:
-        """Gathered keys, their scales, scores: the first two where the engine's own op has them, as a chunk may find
-        there what the one before has gathered."""
-        if self._score_bytes is None:
-            rows = self.topk_indices_buffer.shape[0]
-            self._score_bytes = max(
-                score_top_k_workspace_size(rows, self.max_model_len, self.topk_tokens, next_n=n, most=SCORE_BYTES)
-                for n in (1, MOST_ROWS)
-            )
-        return workspace(
-            ((self.max_total_seq_len, self.head_dim), torch.float8_e4m3fn),
-            ((self.max_total_seq_len, 4), torch.uint8),
-            ((self._score_bytes,), torch.uint8),
-        )
+    def _key_workspace(self) -> torch.Tensor:
+        """The memory that the engine's own op gathers keys and scales into and its dummy run reserves."""
+        parts = (self.max_total_seq_len * size for size in (self.head_dim, 4))
+        return workspace(((sum(formats.round_up(part, WORKSPACE_ALIGNMENT) for part in parts),), torch.uint8))[0]
+
+    def _score_memory(self, free: torch.Tensor, requests: int, columns: int, next_n: int = 1) -> torch.Tensor:
+        """Of the free memory, or allocated."""
+        needed = score_top_k_workspace_size(requests, columns, self.topk_tokens, next_n=next_n, most=SCORE_BYTES)
+        return free if free.numel() >= needed else free.new_empty(needed)
 
     def _prefill(self, q: torch.Tensor, weights: torch.Tensor, of_layer: Any) -> None:
-        keys, scales, memory = self._score_workspace()
+        # a chunk may find there what the one before has gathered: all have their keys in one place
+        chunks, memory = of_layer.prefill.chunks, self._key_workspace()
+        count = max((chunk.max_local_total_seq_lens for chunk in chunks), default=0)
+        split = count * self.head_dim, count * 4, memory.numel() - count * (self.head_dim + 4)
+        codes, scale_bytes, free = memory.split(split)
+        keys = codes.view(torch.float8_e4m3fn).view(count, self.head_dim)
+        scales = scale_bytes.view(count, 4)
+        free = free[-free.data_ptr() % WORKSPACE_ALIGNMENT :]
         shard = None
         if getattr(of_layer.prefill, "row_shard_sizes", None) is not None:
             from vllm.model_executor.layers.sparse_attn_indexer import PrefillRowShard
 
             shard = PrefillRowShard.from_metadata(of_layer.prefill, of_layer.num_decode_tokens)
-        for chunk in of_layer.prefill.chunks:
+        for chunk in chunks:
             k, k_scale = keys[: chunk.max_local_total_seq_lens], scales[: chunk.max_local_total_seq_lens]
             if not chunk.skip_kv_gather and chunk.local_total_seq_lens > 0:
                 cp_gather_indexer_k_quant_cache(
@@ -589,7 +585,7 @@ class Scores(Engines):
                 self.topk_tokens,
                 max_seqlen_k=chunk.max_seqlen_k,
                 out=out,
-                workspace=memory,
+                workspace=self._score_memory(free, last - first, chunk.max_seqlen_k),
             )
         if shard is not None:
             shard.exchange_topk(self.topk_indices_buffer, self.topk_tokens)
@@ -597,8 +593,9 @@ class Scores(Engines):
     def _decode(self, q: torch.Tensor, weights: torch.Tensor, of_layer: Any) -> None:
         rows, decode = of_layer.num_decode_tokens, of_layer.decode
         requests = decode.decode_lens.shape[0]
+        queries = q[:rows].view(requests, -1, *q.shape[1:])
         score_top_k_decode(
-            q[:rows].view(requests, -1, *q.shape[1:]),
+            queries,
             self.k_cache.kv_cache,
             weights[:rows],
             decode.seq_lens[:requests],
@@ -606,7 +603,7 @@ class Scores(Engines):
             self.max_model_len,
             self.topk_tokens,
             out=self.topk_indices_buffer[:rows, : self.topk_tokens],
-            workspace=self._score_workspace()[2],
+            workspace=self._score_memory(self._key_workspace(), requests, self.max_model_len, queries.shape[1]),
         )
 
 

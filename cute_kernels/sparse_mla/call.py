@@ -36,6 +36,7 @@ class DecodeCall(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor | None
     workspace: torch.Tensor | None
+    constant_lists: int = 0
     q_squares: torch.Tensor | None = None
     q_norm_eps: float = 0.0
     positions: torch.Tensor | None = None

@@ -53,6 +53,9 @@ class DecodeKernelKey(KernelKey):
     ctas_per_sm: ClassVar[int] = 1
     """CTAs that a multiprocessor has at a time."""
 
+    takes_constant_lists: ClassVar[bool] = False
+    """Whether it is told what of lists it may read before the kernel ahead has ended."""
+
 
 class DecodeArgs(NamedTuple):
     """sparse_mla_decode.
@@ -73,6 +76,8 @@ class DecodeArgs(NamedTuple):
     splits       of a row
     split_tiles  tiles in a split, or 0: see schedule.split_range
     ctas         of the grid, at most
+    constant_lists
+                 as the op's, or None, as the key says
     """
 
     q: cute.Tensor
@@ -98,6 +103,7 @@ class DecodeArgs(NamedTuple):
     splits: Int32
     split_tiles: Int32
     ctas: Int32
+    constant_lists: Int32 | None
     stream: cuda.CUstream
 
     @property
@@ -135,6 +141,7 @@ def fake_decode(
     format1: str = FP8_DS_MLA.id,
     quantized: bool = False,
     raw: bool = False,
+    takes_constant_lists: bool = False,
 ) -> DecodeArgs:
     """What a kernel is compiled for: any sizes and strides that `why_not_decode` lets through."""
 
@@ -177,6 +184,7 @@ def fake_decode(
         splits=Int32(1),
         split_tiles=Int32(0),
         ctas=Int32(1),
+        constant_lists=Int32(0) if takes_constant_lists else None,
         stream=fake_stream(),
     )
 

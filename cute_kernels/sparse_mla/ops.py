@@ -66,6 +66,7 @@ def _check_decode(call: DecodeCall) -> None:
             c.tensor("extra_block_table", call.extra_block_table, torch.int32, ("b", None))
             c.tensor("extra_length", call.extra_length, torch.int32, ("b", "s_q"))
     arguments.check_splits(c, call.num_splits, call.split_tokens)
+    c.require(0 <= call.constant_lists <= 2, "constant_lists", "0, 1 or 2", call.constant_lists)
     if not arguments.check_quantized(c, call.q, call.out, call.positions, call.cos_sin_cache, call.out_scale):
         c.tensor("out", call.out, (torch.bfloat16, torch.float32), ("b", "s_q", "h", formats.HEAD_DIM))
         arguments.check_partial(c, call.out, call.attn_sink)
@@ -93,7 +94,7 @@ _decode = define_op(
     "sparse_mla_decode(Tensor q, Tensor k_cache, Tensor indices, Tensor? topk_length, Tensor? attn_sink, "
     "float softmax_scale, str kv_format, Tensor? extra_k_cache, Tensor? extra_indices, Tensor? extra_topk_length, "
     "Tensor? extra_block_table, Tensor? extra_length, str extra_kv_format, SymInt num_splits, SymInt split_tokens, "
-    "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, Tensor? q_squares, float q_norm_eps, "
+    "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, int constant_lists, Tensor? q_squares, float q_norm_eps, "
     "Tensor? positions, Tensor? cos_sin_cache, Tensor(d!)? out_scale) -> ()",
     DecodeCall,
     check=_check_decode,
@@ -146,12 +147,11 @@ def _allocate_workspace(q: torch.Tensor, tiles: int, num_splits: int, split_toke
     b, s_q, h = q.shape[:3]
     if split_tokens < 0:
         return None
-    sms = 0
-    if not num_splits and not split_tokens:
+    if num_splits or split_tokens:
+        size = schedule.workspace_bytes(b * s_q, h, tiles, num_splits, split_tokens, sms=0)
+    else:
         sms = _multiprocessors(q.device)
-        if schedule.split_limit(b * s_q, schedule.head_groups(h), tiles, sms) == 1:
-            return None
-    size = schedule.workspace_bytes(b * s_q, h, tiles, num_splits, split_tokens, sms)
+        size = schedule.split_bytes(b * s_q, h, tiles, sms) if sms else 0
     return torch.empty(size // 4, dtype=torch.float32, device=q.device) if size else None
 
 
@@ -176,6 +176,7 @@ def sparse_mla_decode(
     lse: torch.Tensor | None = None,
     return_lse: bool = True,
     workspace: torch.Tensor | None = None,
+    constant_lists: int = 0,
     q_norm: tuple[torch.Tensor, float] | None = None,
     output_quant: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, Any]:
@@ -195,7 +196,7 @@ def sparse_mla_decode(
     attn_sink          fp32 [h]: a logit without a value; -inf or None has no effect, +inf gives out = 0
     softmax_scale      default 512^-0.5
     kv_format          record format id of k_cache: fp8_ds_mla/1, mxfp8_v41/1 or plain_bf16/1. Kernels take mxfp8_v41/1
-                       and nvfp4_v41/1 on sm_90a, beside fp8_ds_mla/1 or each other, with extra_indices
+                       and nvfp4_v41/1, and their split forms, on sm_90a, beside fp8_ds_mla/1 or each other
     extra_k_cache      a second cache of extra_kv_format, which may be nvfp4_v41/1 too, attended to in the same softmax;
                        its rows are named either by
       extra_indices      int32 [b, s_q, extra_topk], with
@@ -214,6 +215,11 @@ def sparse_mla_decode(
     workspace          uint8 or fp32, one dimension, contiguous, 16-byte aligned: scratch memory for splits of rows;
                        `sparse_mla_decode_workspace_size` bytes, or more, if num_splits or split_tokens is given;
                        mutated. None: allocated if rows may be split
+    constant_lists     what a kernel may read before the kernel ahead of it on the stream has ended, and others ahead of
+                       that one: 0: nothing; 1: lengths, and indices; 2: the extra list or block table, too. The caller
+                       says that nothing writes those which may still run then. That holds for lists of a step's
+                       metadata, if what writes them lets no other kernel begin before it has ended; not for the picks
+                       of a top-k just ahead
     q_norm             (squares fp32 [T, h * 4], eps) with T = b * s_q: the queries are as `fp8_linear_squares` made
                        them, squares the sums that came with them. Their last 64 columns are first rotated by positions
                        and cos_sin_cache of output_quant and rounded to bf16; their norm, one factor for a head, comes
@@ -264,6 +270,7 @@ def sparse_mla_decode(
             out,
             lse,
             workspace,
+            constant_lists,
             *arguments.norm_arguments(q_norm, "sparse_mla_decode"),
             *arguments.quant_tensors(output_quant, "sparse_mla_decode"),
         )

@@ -155,6 +155,17 @@ def workspace_bytes(rows: int, heads: int, max_tiles: int, num_splits: int, spli
     return rows_and_splits * heads * SPLIT_BYTES
 
 
+@lru_cache(maxsize=4096)
+def split_bytes(rows: int, heads: int, max_tiles: int, sms: int) -> int:
+    """Bytes of workspace for the splits that choose_splits makes of a call of this shape, whichever kernel runs it.
+
+    sms   multiprocessors. A kernel runs half of that to twice as many work tiles at a time
+    """
+    shape = rows, head_groups(heads), max_tiles
+    splits = max(choose_splits(*shape, at_once, heads_of_group(heads)) for at_once in (sms // 2, sms, 2 * sms))
+    return rows * splits * heads * SPLIT_BYTES if splits > 1 else 0
+
+
 # ---- rows of sparse_mla_prefill_paged, whose splits a cluster combines
 
 CLUSTERS = (2, 4, 8)

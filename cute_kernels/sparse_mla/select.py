@@ -4,9 +4,9 @@
     op       kernel                           arch              heads          caches        rows, and what else
     decode   hopper/decode                    sm_90a            17 and more    fp8_ds_mla
                                                                 1 to 16                      few rows, below
-             hopper/decode_swap_ab            sm_90a            1 to 16        fp8_ds_mla    in one split, below
-                                                                               V4.1's        the same, no block table
-             hopper/decode                    sm_90a            all            V4.1's        all others, no block table
+             hopper/decode_swap_ab            sm_90a            1 to 16        fp8_ds_mla,   in one split, below;
+                                                                               V4.1's        interleaved
+             hopper/decode                    sm_90a            all            V4.1's        all others
              mma_sync/decode_small_heads      sm_90a            1 to 16        fp8_ds_mla    all others
                                               sm_100a, sm_103a                               blackwell/ may not run
              blackwell/decode                 sm_100a, sm_103a  1 to 64        fp8_ds_mla    gathered, trusted
@@ -23,16 +23,16 @@
              blackwell/prefill_paged          sm_100a, sm_103a  all            fp8_ds_mla    countable; as prefill
              mma_sync/prefill                 all               all            all           where no other does
     mixed    hopper/prefill_swap_ab           sm_90a            1 to 16        plain_bf16
-             hopper/prefill_mixed             sm_90a            17 and more    plain_bf16
-                                                                all            plain_fp8
+             hopper/prefill_mixed_swap_ab     sm_90a            1 to 32        plain_fp8
+             hopper/prefill_mixed             sm_90a            all others     both
              blackwell/prefill_mixed          sm_100a, sm_103a  all            both          gathered, trusted
              mma_sync/prefill                 all               all            both          where no other does
 
-V4.1's: mxfp8_v41 beside itself, fp8_ds_mla or nvfp4_v41, and fp8_ds_mla beside both, the window's first; no kernel
-elsewhere, nor of paged prefill. Gathered, mapped: what Blackwell's copies can address (`ungathered`, `unmapped`);
-trusted: runtime.trust; countable: `is_countable`. Results as codes and raw queries (q_norm, not for 16 heads or fewer)
-are variants of hopper/'s kernels and of mma_sync/decode_small_heads on sm_90a, with fp8_ds_mla caches, or in decode
-V4.1's, where there are formats.
+V4.1's: mxfp8_v41 beside itself, fp8_ds_mla or nvfp4_v41, and fp8_ds_mla beside both, the window's first, interleaved or
+split; no kernel elsewhere, nor of paged prefill. Gathered, mapped: what Blackwell's copies can address (`ungathered`,
+`unmapped`); trusted: runtime.trust; countable: `is_countable`. Results as codes and raw queries (q_norm, not for 16
+heads or fewer) are variants of hopper/'s kernels and of mma_sync/decode_small_heads on sm_90a, with fp8_ds_mla caches,
+or in decode V4.1's, where there are formats.
 
 Up to 16 heads: where the op chooses the split (`num_splits` and `split_tokens` are 0), rows choose the kernel, as they
 choose the split: few ones are Hopper's decode's, which splits them, more are decode_swap_ab's, by two CTAs or one
@@ -50,7 +50,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, MXFP8_V41, NVFP4_V41, PLAIN_BF16, PLAIN_FP8
+from cute_kernels import formats
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8, V41_KV_CACHES
 from cute_kernels.models import ModelConfig, latent_ratios
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
@@ -67,6 +68,7 @@ from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
+from cute_kernels.sparse_mla.hopper.prefill_mixed_swap_ab import SwapAbMixedFp8Key
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import QuantSwapAbPrefillKey, SwapAbMixedKey, SwapAbPrefillKey
@@ -82,6 +84,9 @@ HOPPER = "sm_90a"
 SMALL_HEADS = (8, 16)
 """Heads of a work tile that kernels for few heads are made for: up to the last, calls are theirs."""
 
+MIXED_FP8_HEADS = (*SMALL_HEADS, 32)
+"""The same of sparse_mla_mixed over e4m3 caches."""
+
 MOST_NORMED_HEADS = SMALL_HEADS[-1]
 """No kernel for that many heads or fewer takes raw queries."""
 
@@ -91,7 +96,8 @@ SWAP_AB_HEADS = (8, 16)
 FEW_ROWS_HEADS = (8, 16)
 """Those of which Hopper's decode takes calls with few rows."""
 
-V41_FORMATS = (MXFP8_V41.id, NVFP4_V41.id)
+V41_FORMATS = tuple(fmt.id for fmt in formats.V41_FORMATS)
+V41_SPLIT = tuple(fmt.id for fmt in formats.V41_FORMATS if fmt.is_split)
 
 LEAST_HOPPER_HEADS = 16
 """Of a work tile of Hopper's decode: with fewer, some are masked."""
@@ -156,7 +162,9 @@ def swap_ab_ctas(call: DecodeCall) -> int:
     decode_small_heads."""
     index = call.q.device.index
     heads = heads_of_group(call.q.shape[2])
-    if heads not in SWAP_AB_HEADS or arch_of(index) != HOPPER or PLAIN_BF16.id in call.formats:
+    if heads not in SWAP_AB_HEADS or arch_of(index) != HOPPER:
+        return 0
+    if not set(call.formats).isdisjoint((PLAIN_BF16.id, *V41_SPLIT)):
         return 0
     if call.split_tokens or call.num_splits > 1 or not (call.is_quantized or call.out.element_size() == 2):
         return 0
@@ -189,11 +197,10 @@ def why_not_formats_of_decode(call: DecodeCall) -> str:
     if not is_v41(call.formats):
         return ""
     arch = arch_of(call.q.device.index)
-    if arch != HOPPER or call.extra == "dense" or PLAIN_BF16.id in call.formats:
-        named = " with extra_block_table" if call.extra == "dense" else ""
+    if arch != HOPPER or PLAIN_BF16.id in call.formats:
         return (
-            f"caches of {' and '.join(V41_FORMATS)} are supported on {HOPPER}, beside {FP8_DS_MLA.id} or each other, "
-            f"with extra_indices; got {arch} with {' and '.join(call.formats)}{named}"
+            f"caches of V4.1's own records are supported on {HOPPER}, beside {FP8_DS_MLA.id} or each other; "
+            f"got {arch} with {' and '.join(call.formats)}"
         )
     return ""
 
@@ -292,11 +299,29 @@ def decode_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
             variants += [(True, False, True), (False, True, True)]
         for (fp32, *variant), extra, few in itertools.product(variants, extras, (False, True)):
             keys[decode_variant(decode_key(arch, heads, extra, fp32, fmt, fmt, few), *variant)] = None
+        if latent_ratios(config):
+            keys |= dict.fromkeys(v41_decode_keys(arch, heads))
         keys |= dict.fromkeys(decode_variant(key, False, False, dealt=True) for key in tuple(keys))
-        if heads <= MOST_NORMED_HEADS:
-            for extra, quantized, ctas in itertools.product(extras, (False, True), (1, SHARED_CTAS)):
-                keys[DecodeSwapAbKey(arch, heads_of_group(heads), extra, fmt, fmt, quantized, ctas)] = None
+        keys |= dict.fromkeys(key for extra in extras for key in swap_ab_keys(arch, heads, extra, fmt, fmt))
     return [*keys, *combine.deployment_keys(config, tp, arch)]
+
+
+def v41_decode_keys(arch: str, heads: int) -> list[DecodeKernelKey]:
+    """Over records of V4.1's own: of a window alone, and of a window and picks."""
+    keys: list[DecodeKernelKey] = []
+    for window, entries in V41_KV_CACHES.values():
+        for extra, pair in (("none", (window.id, window.id)), ("listed", (window.id, entries.id))):
+            if is_v41(pair):
+                keys += [decode_key(arch, heads, extra, fp32, *pair) for fp32 in (False, True)]
+                keys += swap_ab_keys(arch, heads, extra, *pair)
+    return keys
+
+
+def swap_ab_keys(arch: str, heads: int, *kind: str) -> list[DecodeKernelKey]:
+    """Of decode_swap_ab, if it takes so many heads: bf16 results and codes, of a row by one CTA or by several. kind:
+    extra list and formats"""
+    ways = itertools.product((False, True), (1, SHARED_CTAS)) if heads <= SWAP_AB_HEADS[-1] else ()
+    return [DecodeSwapAbKey(arch, heads_of_group(heads), *kind, *way) for way in ways]
 
 
 # ---- prefill
@@ -431,9 +456,10 @@ def mixed_key(arch: str, heads: int, kv_format: str, may_own: bool = True) -> Ke
     """The kernel for so many heads and caches of that format. may_own: whether Blackwell's own kernel may run"""
     is_fp8 = kv_format == PLAIN_FP8.id
     if arch == HOPPER:
-        if is_fp8:
-            return MixedFp8Key(arch)
-        return SwapAbMixedKey(arch, heads_of_group(heads)) if heads <= SMALL_HEADS[-1] else MixedKey(arch)
+        few, swap_ab, many = (
+            (MIXED_FP8_HEADS, SwapAbMixedFp8Key, MixedFp8Key) if is_fp8 else (SMALL_HEADS, SwapAbMixedKey, MixedKey)
+        )
+        return swap_ab(arch, heads_of_group(heads)) if heads <= few[-1] else many(arch)
     if arch in BLACKWELL and may_own:
         return BlackwellMixedFp8Key(arch) if is_fp8 else BlackwellMixedKey(arch)
     return PortableMixedKey(arch, group_heads(heads), kv_format)

@@ -20,6 +20,7 @@ from cute_kernels.sparse_mla.arguments import list_tiles
 
 _FP8, _BF16, _E4M3 = formats.FP8_DS_MLA.id, formats.PLAIN_BF16.id, formats.PLAIN_FP8.id
 _MXFP8, _NVFP4 = formats.MXFP8_V41.id, formats.NVFP4_V41.id
+_MXFP8_SPLIT, _NVFP4_SPLIT = formats.MXFP8_V41_SPLIT.id, formats.NVFP4_V41_SPLIT.id
 _LARGEST = 1.0
 """No value of a cache is larger, so that rounding explains what the tolerances allow, also where sums cancel."""
 
@@ -240,7 +241,7 @@ class _Case:
             _poisoned((b, s_q, h, formats.HEAD_DIM), torch.float32 if self.partial else torch.bfloat16),
             torch.full((b, h, s_q), -777.0),
             workspace if size else None,
-            *(None, 0.0),
+            *(0, None, 0.0),
             *NOT_QUANTIZED,
         )
         return Example(name, arguments, _agree_decode)
@@ -284,6 +285,9 @@ _DECODE = {
     "fp8 and V4.1's picks, parts": _Case(32, second=_NVFP4, extra=512, num_splits=3, b=2),
     "V4.1's rows twice": _Case(16, first=_MXFP8, second=_MXFP8, extra=300, split_tokens=128, lengths=(0, 3, 128)),
     "fp8 and V4.1's rows": _Case(100, second=_MXFP8, extra=70, partial=True),
+    "V4.1's window and pages": _Case(64, first=_MXFP8, second=_NVFP4, dense=True, extra=300, rows=(64, 2), s_q=2),
+    "V4.1's split window and picks": _Case(64, first=_MXFP8_SPLIT, second=_NVFP4_SPLIT, extra=512, rows=(64, 5)),
+    "fp8 and V4.1's pages, parts": _Case(8, second=_NVFP4, dense=True, extra=600, rows=(64, 64), num_splits=3),
     "bf16 and fp8 pages": _Case(32, first=_BF16, second=_FP8, dense=True, extra=99, rows=(64, 2), split_tokens=64),
 }
 
@@ -292,19 +296,23 @@ _LISTS: dict[str, dict[str, Any]] = {
     "window": {},
     "window and picks": {"second": _FP8},
     "window and pages": {"second": _FP8, "dense": True},
+    "V4.1's window": {"first": _MXFP8},
+    "window and V4.1's picks": {"second": _NVFP4},
+    "V4.1's window and picks of its rows": {"first": _MXFP8, "second": _MXFP8},
+    "V4.1's window and picks": {"first": _MXFP8, "second": _NVFP4},
 }
 
 _FORMS = {
     f"{heads} heads, {lists}, {columns} columns, {splits} splits": _Case(
         heads,
         b=2,
-        columns=columns if lists == "window" else 128,
-        extra=0 if lists == "window" else columns,
+        columns=128 if "second" in given else columns,
+        extra=columns if "second" in given else 0,
         num_splits=splits,
-        **_LISTS[lists],
+        **given,
     )
-    for heads, lists, (columns, splits) in itertools.product(
-        (8, 16, 32, 64), _LISTS, ((60, 0), (1200, 0), (200, 1), (200, 2))
+    for heads, (lists, given), (columns, splits) in itertools.product(
+        (8, 16, 32, 64), _LISTS.items(), ((60, 0), (1200, 0), (200, 1), (200, 2))
     )
 }
 """Every number of heads that kernels differ by, with every kind of list: few rows and how they are cut is the op's
@@ -324,7 +332,7 @@ def _decode(cases: dict[str, _Case]) -> Iterator[Example]:
             as_codes = quantized(example, 15)
             yield as_codes
             if case.heads > 16:
-                yield _of_raw_queries(as_codes, 18)
+                yield _of_raw_queries(as_codes, 19)
 
 
 def merge() -> Iterator[Example]:

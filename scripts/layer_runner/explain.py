@@ -77,6 +77,8 @@ def legend(config: AttentionConfig) -> list[str]:
             "index source  picks among the entries of the source before it; those behind the candidate source look in",
             f"              its {blocks} candidate blocks of {size} entries alone",
             "consumer      attends to what the layer before that picks has picked",
+            f"draft         runs blocks of {config.draft_block_size} rows, each of which attends to them all; the",
+            "              window in front of them is made of other layers' hidden states",
             *by,
         ]
     return [

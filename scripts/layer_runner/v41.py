@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from cute_kernels.layers import (
     DeepseekV41Attention,
     DeepseekV41Config,
+    DeepseekV41DraftContext,
     V41Caches,
     V41Selection,
     V41StepBuilder,
@@ -19,7 +21,7 @@ from cute_kernels.layers import (
 )
 from cute_kernels.layers.caches import SWA_BLOCK_SIZE, PagedCache
 from cute_kernels.layers.v41_caches import ENTRY_BLOCK_SIZE, RING_ROWS
-from cute_kernels.layers.v41_config import CONSUMER, WINDOW
+from cute_kernels.layers.v41_config import CONSUMER, DRAFT
 from cute_kernels.runtime.record import Call, record_calls
 from layer_runner.checks import (
     Check,
@@ -34,19 +36,19 @@ from layer_runner.checks import (
 )
 from layer_runner.pools import POISON, Pools, page_table, raw_pages
 from layer_runner.report import summarize
-from layer_runner.requests import InputError, Request, schedule
+from layer_runner.requests import InputError, Request, rms_normalize, schedule
 from layer_runner.run import LayerReport
 
 
 def kind_name(config: DeepseekV41Config, layer: int) -> str:
     """The kind of a layer and the ratio of the entries that it reads."""
     kind, ratio = config.kind_of(layer), config.compress_ratio_of(layer)
-    return kind if kind == WINDOW else f"{kind}, ratio {ratio}"
+    return f"{kind}, ratio {ratio}" if ratio else kind
 
 
 def needed_layers(config: DeepseekV41Config, layer: int) -> set[int]:
     """Layers that one cannot run without, itself among them."""
-    if config.kind_of(layer) == WINDOW:
+    if config.compress_ratio_of(layer) == 0:
         return {layer}
     needed = {layer, config.source_of(layer)}
     if config.kind_of(layer) == CONSUMER:
@@ -76,13 +78,17 @@ def chosen_layers(config: DeepseekV41Config, layer: int | None, held: Iterable[i
 
 
 class V41Pools(Pools):
-    """Caches of some layers and tables of a batch, and what one layer has of them (`of`)."""
+    """Caches of some layers and tables of a batch, and what one layer has of them (`of`).
+
+    reaches   for each request, one past the last position that layers write, a draft's last block left out
+    """
 
     def __init__(
         self, layers: Sequence[DeepseekV41Attention], reaches: Sequence[int], ring_rows: int, device: str, seed: int
     ) -> None:
-        self.reaches, self.layer, self.ring_rows = list(reaches), -1, ring_rows
         self.config = layers[0].config
+        block = self.config.draft_block_size if any(layer.kind == DRAFT for layer in layers) else 0
+        self.reaches, self.layer, self.ring_rows = [reach + block for reach in reaches], -1, ring_rows
         generator = torch.Generator().manual_seed(seed)
         windows, window_blocks = page_table(self.reaches, SWA_BLOCK_SIZE, generator)
         entries, entry_blocks = page_table(self.reaches, ENTRY_BLOCK_SIZE, generator)
@@ -147,25 +153,36 @@ def run_batch(
     pools: V41Pools,
     chunk: int,
     *,
+    draft_context: DeepseekV41DraftContext | None = None,
     first_request: int = 0,
     on_step: Callable[[], None] = lambda: None,
 ) -> StackResult:
-    """Run all steps of the requests through all layers, each of which reads the same hidden states."""
+    """Run all steps of the requests through all layers, each of which reads the same hidden states. Draft layers have
+    them for target layers' states, and run a block behind each step, of which the last one of a request is returned."""
     outputs: list[list[list[torch.Tensor]]] = [[[] for _ in requests] for _ in layers]
     topk: list[list[list[torch.Tensor]]] = [[[] for _ in requests] for _ in layers]
     blocks: list[list[list[torch.Tensor]]] = [[[] for _ in requests] for _ in layers]
     calls: list[list[Call]] = [[] for _ in layers]
+    config, drafts = layers[0].config, [index for index, layer in enumerate(layers) if layer.kind == DRAFT]
     for parts, numbers in schedule(requests, chunk):
         hidden = torch.cat([requests[p.request].rows(p, number) for p, number in zip(parts, numbers, strict=True)])
+        tables = pools.v41_tables_of([first_request + part.request for part in parts])
         step = builder.build(
             [part.rows for part in parts],
             [part.start + part.rows for part in parts],
-            pools.v41_tables_of([first_request + part.request for part in parts]),
+            tables,
             sum(number is not None for number in numbers),
             ring_rows=pools.ring_rows,
         )
         selection: V41Selection | None = None
         for index, layer in enumerate(layers):
+            if index in drafts:
+                assert draft_context is not None
+                states = torch.cat([hidden] * len(config.draft_target_layer_ids), dim=1)
+                with record_calls() as recording:
+                    layer.store_context(draft_context(states), step, pools.v41_caches)
+                calls[index] += recording.calls
+                continue
             with record_calls() as recording:
                 out, selection = layer(hidden, step, pools.v41_caches, selection)
             calls[index] += recording.calls
@@ -180,11 +197,35 @@ def run_batch(
                         blocks[index][part.request].append(selection.candidates[kept])
                 row += part.rows
             on_step()
+        if drafts:
+            rows = config.draft_block_size
+            step = builder.build(
+                [rows] * len(parts),
+                [part.start + part.accepted + rows for part in parts],
+                V41Tables(tables.windows),
+                len(parts),
+                is_draft=True,
+            )
+            hidden = torch.cat([block_rows(config, first_request + part.request, hidden.device) for part in parts])
+        for index in drafts:
+            with record_calls() as recording:
+                out, _ = layers[index](hidden, step, pools.v41_caches)
+            calls[index] += recording.calls
+            for part, block in zip(parts, out.split(config.draft_block_size), strict=True):
+                outputs[index][part.request] = [block]
+            on_step()
 
     def joined(parts: list[list[list[torch.Tensor]]]) -> list[list[torch.Tensor]]:
         return [[torch.cat(x) for x in of_layer if x] for of_layer in parts]
 
     return StackResult(joined(outputs), joined(topk), joined(blocks), calls)
+
+
+def block_rows(config: DeepseekV41Config, request: int, device: torch.device) -> torch.Tensor:
+    """Hidden states of a request's blocks, seeded by its number: a block has no tokens yet."""
+    generator = torch.Generator().manual_seed(request)
+    rows = torch.randn(config.draft_block_size, config.hidden_size, generator=generator)
+    return rms_normalize(rows).bfloat16().to(device)
 
 
 def check_candidates(topk: Sequence[torch.Tensor], candidates: Sequence[torch.Tensor]) -> Check:
@@ -207,7 +248,7 @@ def cut_by_candidates(config: DeepseekV41Config, topk: Sequence[torch.Tensor]) -
 
 
 def count_steps(layers: int, requests: Sequence[Request], chunk: int, device: str) -> int:
-    """Steps that `run_stack` takes, over all layers."""
+    """Steps that `run_stack` takes, over all layers, of drafts one for a context and its block."""
     batch = sum(1 for _ in schedule(requests, chunk))
     return layers * (batch * (1 + (device == "cuda")) + len(requests))
 
@@ -219,11 +260,16 @@ def run_stack(
     chunk: int,
     device: str,
     seed: int,
+    draft_context: DeepseekV41DraftContext | None = None,
     on_step: Callable[[], None] = lambda: None,
 ) -> list[LayerReport]:
-    """Run the batch through all layers and check each; requests lie on the layers' device."""
+    """Run the batch through all layers and check each; requests lie on the layers' device.
+
+    draft_context   with draft layers: what makes their context of hidden states
+    """
     config, options = layers[0].config, layers[0].options
     builder = V41StepBuilder(config, options.max_num_tokens, options.max_model_len, device)
+    how: dict[str, Any] = {"draft_context": draft_context, "on_step": on_step}
     draft = max(request.draft for request in requests)
     ring_rows = max(RING_ROWS, (draft + 2) // 2 * 2)
 
@@ -234,14 +280,12 @@ def run_stack(
     # Kernels are loaded and autotuned before anything is recorded.
     warm_up = None
     if device == "cuda":
-        warm_up = run_batch(layers, builder, requests, pools(reaches, 0), chunk, on_step=on_step)
+        warm_up = run_batch(layers, builder, requests, pools(reaches, 0), chunk, **how)
     paged = pools(reaches, 0)
-    result = run_batch(layers, builder, requests, paged, chunk, on_step=on_step)
+    result = run_batch(layers, builder, requests, paged, chunk, **how)
     fresh = pools([request.length for request in requests], 1)
     alone = [
-        run_batch(
-            layers, builder, [r.one_shot()], fresh, max(r.length, 1), first_request=number, on_step=on_step
-        ).outputs
+        run_batch(layers, builder, [r.one_shot()], fresh, max(r.length, 1), first_request=number, **how).outputs
         for number, r in enumerate(requests)
     ]
     reports = []

@@ -9,6 +9,7 @@ are allowed, and how often instructions occur. What no count can say is in the t
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,7 @@ from cute_kernels.sparse_mla import combine
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
+from cute_kernels.sparse_mla.hopper.prefill_mixed_swap_ab import SwapAbMixedFp8Key
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import (
@@ -288,18 +290,25 @@ def rotations() -> Iterator[Row]:
 
 
 def packs() -> Iterator[Row]:
-    """40 registers keep 48 warps on a multiprocessor. All slots are on their way before one is used, and all units
-    before one is stored."""
-    loads = {16: r"v4\.b32", 8: r"b64", 4: r"b32"}
+    """40 registers keep 48 warps on a multiprocessor. All vectors of a thread are on their way before one is stored."""
+    loads = {16: r"gpu\.global\.v4\.b32", 8: r"gpu\.global\.L1::no_allocate\.b64"}
+    loads[4] = r"gpu\.global\.L1::no_allocate\.b32"
     stores = {16: STORE_16, 8: STORE_8, 4: r"st\.global\.b32"}
-    for arch, unit, is_unpack in (*itertools.product((HOPPER,), pack.UNITS, (False, True)), ("sm_80", 8, False)):
-        each = pack.EACH[unit]
-        ptx = {
-            r"ld\.relaxed\.cta\.global\.b64": each,
-            rf"ld\.relaxed\.gpu\.global\.L1::no_allocate\.{loads[unit]}": each,
-            stores[unit]: each,
-        }
-        yield Row(pack.PackKey(arch, unit, is_unpack), 64, ptx | waits(arch), absent=DIVISIONS, threads=pack.THREADS)
+    for arch, sizes, is_unpack in (
+        *itertools.product((HOPPER,), ((576, 8, 16), (128, 4, 4), (4096, 0, 16)), (False, True)),
+        ("sm_80", (576, 8, 8), False),
+    ):
+        key = pack.PackKey(arch, *sizes, is_unpack)
+        pages, rows = (-(-key.tile * size // (key.vector * pack.THREADS)) for size in (key.data, key.record))
+        of_pages, of_rows = Counter({key.vector: pages}), Counter({key.vector: rows})
+        of_pages[key.unit] += key.scales // key.unit
+        # the last tile's, behind its last whole vector
+        of_rows[key.unit] += key.record % key.vector != 0
+        source, target = (of_rows, of_pages) if is_unpack else (of_pages, of_rows)
+        slots = Counter({8: 1})
+        ptx = {rf"ld\.relaxed\.{loads[size]}": count for size, count in (source + slots).items()}
+        ptx |= {stores[size]: count for size, count in target.items()}
+        yield Row(key, 40, ptx | waits(arch), absent=DIVISIONS, threads=pack.THREADS)
 
 
 def keys() -> Iterator[Row]:
@@ -314,7 +323,9 @@ def merges() -> Iterator[Row]:
     for each place of a thread."""
     for arch, places, width in ((HOPPER, 512, 2), (HOPPER, 2048, 1), ("sm_80", 1024, 2)):
         for key in merge_keys.keys_of(arch, places, width):
-            shuffles = sum(distance < 32 for _, distance in merge_keys.network(places)) * places // (32 * key.warps)
+            each = places // (32 * key.warps)
+            steps = [distance for _, distance in merge_keys.network(places)]
+            shuffles = sum(each <= distance < 32 * each for distance in steps) * each
             loads = {r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.(?:v4\.b32|b64)": key.each // width}
             ptx = loads | {r"shfl\.sync\.bfly": shuffles} | waits(arch)
             yield Row(key, of_threads(32 * key.warps), ptx, absent=DIVISIONS, threads=32 * key.warps)
@@ -369,15 +380,15 @@ def saves() -> Iterator[Row]:
 
 
 def latents() -> Iterator[Row]:
-    """Of ratio 1 48 warps of a multiprocessor find registers, 2 KB of each in flight; of ratio 2 and many rows 16, with
-    8 KB each. A warp's rows are asked for at once; the row before, or one that the ring keeps, may come later."""
+    """Of ratio 1 48 warps of a multiprocessor find registers, of ratio 2 40. The CTA's rows are asked
+    for at once, of few rows those before as well; the row before, or one that the ring keeps, may come later."""
     for arch, ratio, rows in itertools.product(MOVING, (1, 2), (1, 1 << 20)):
         key = latent.key_for(arch, ratio, rows)
-        each = 2 if key.pairs else 1
-        loads = 4 if ratio == 1 else 8 * (3 + 3 * (each - 1))
-        ptx = {r"ld\.relaxed\.gpu\S*\.v4\.b32": loads, r"ld\.global\.nc\.v2\.b32": 4 * each} | waits(arch)
-        registers = 128 if key.pairs else 40 if ratio == 1 else 80
-        yield Row(key, registers, ptx, smem=0, absent=DIVISIONS, threads=128)
+        own = ratio * (2 if key.pairs else 1)
+        # ratio 2: before the first row; before the second, or in the ring; a row that is late
+        ptx = {r"ld\.relaxed\.gpu\S*\.v4\.b32": own + (6 if ratio == 2 else 0)} | waits(arch)
+        registers = 40 if ratio == 1 else 48
+        yield Row(key, registers, ptx, absent=DIVISIONS, threads=latent.THREADS)
     kinds = [*itertools.product(MOVING, (FP8_DS_MLA, INDEXER_FP8, INDEXER_MXFP4))]
     for arch, fmt in (*kinds, *itertools.product((HOPPER, "sm_100a"), (MXFP8_V41, NVFP4_V41))):
         key = latent_store.LatentStoreKey(arch, fmt.id)
@@ -612,6 +623,17 @@ def hoppers_attention() -> Iterator[Row]:
         yield Row(key, 255, ptx, sass)
 
 
+def mixed_of_few_heads() -> Iterator[Row]:
+    """A warp's products for 8 heads: Q K^T of 16 keys, of a work tile's first tile and of the others, and P V of 128
+    columns. Nothing goes to tensor cores through the other proxy. Of 32 heads a group of wgmma's products is Q K^T of a
+    slab, or P V of 64 columns."""
+    for heads in HEADS:
+        products = {r"\bmma\.sync\.": 3 * (HEAD_DIM // 16) * heads // 8}
+        yield Row(SwapAbMixedFp8Key(HOPPER, heads), 255, products, absent=r"wgmma|fence\.proxy")
+    products = {r"\bwgmma\.mma_async\.": 2 * (HEAD_DIM // 16) + 4 * (64 // 16)}
+    yield Row(SwapAbMixedFp8Key(HOPPER, 32), 255, products, {IN_FLIGHT: 2 * (HEAD_DIM // 128) + 4})
+
+
 def decodes_of_few_heads() -> Iterator[Row]:
     kinds = ((8, "dense", True), (16, "listed", False), (8, "listed", False, True), (16, "dense", False, True))
     keys = [SmallHeadsDecodeKey(HOPPER, *kind) for kind in (*kinds, (16, "dense", True))]
@@ -683,7 +705,7 @@ TABLE = {
         *(latents, maxima_of_blocks, scores_of_candidates),
         *(entries_of_ratio_4, entries_of_ratio_128, steps_before_attention, queries, gathers_of_index_keys),
         *(hoppers_scores, portable_scores, hoppers_gemms, hoppers_gemms_of_few_rows, portable_gemms),
-        *(hoppers_attention, decodes_of_few_heads, portable_decodes, portable_prefills, combines),
+        *(hoppers_attention, mixed_of_few_heads, decodes_of_few_heads, portable_decodes, portable_prefills, combines),
     )
     for row in rows()
 }

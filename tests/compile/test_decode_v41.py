@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.formats import FP8_DS_MLA, NVFP4_V41
+from cute_kernels.formats import FP8_DS_MLA, MXFP8_V41_SPLIT, NVFP4_V41, NVFP4_V41_SPLIT
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.sparse_mla.hopper import decode_swap_ab
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
@@ -17,7 +17,8 @@ from tests.compile.reports import compile_report
 
 WHOLE = DecodeSwapAbKey("sm_90a", 8)
 SHARED = DecodeSwapAbKey("sm_90a", 16, "dense", FP8_DS_MLA.id, FP8_DS_MLA.id, quantized=True, ctas=2)
-KEYS = DecodeKey("sm_90a", 64, format1=NVFP4_V41.id), WHOLE, SHARED
+SPLIT = DecodeKey("sm_90a", 64, format0=MXFP8_V41_SPLIT.id, format1=NVFP4_V41_SPLIT.id)
+KEYS = DecodeKey("sm_90a", 64, format1=NVFP4_V41.id), WHOLE, SHARED, SPLIT
 
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)

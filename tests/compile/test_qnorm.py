@@ -8,9 +8,10 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.formats import FP8_DS_MLA, PLAIN_BF16, PLAIN_FP8
+from cute_kernels.formats import FP8_DS_MLA, MXFP8_V41, PLAIN_BF16, PLAIN_FP8
 from cute_kernels.kv_cache import qnorm
 from cute_kernels.kv_cache.qnorm import QnormKey, key_for
+from cute_kernels.models import ModelShape, V41Shape
 from tests.compile.reports import compile_report
 
 FORMS = {"mla": FP8_DS_MLA.id, "bf16": PLAIN_BF16.id, "fp8": PLAIN_FP8.id}
@@ -39,7 +40,7 @@ def test_the_kernel_follows_the_number_of_rows() -> None:
     chosen = {rows: key_for("sm_90a", FP8_DS_MLA.id, query_rows=rows) for rows in (1, 4096, 4097, 100_000)}
     assert [(key.rows, key.early) for key in chosen.values()] == [(1, True)] * 2 + [(2, False)] * 2
     assert not key_for("sm_89", FP8_DS_MLA.id, query_rows=1).early
-    assert set(chosen.values()) == set(qnorm.deployment("sm_90a", FP8_DS_MLA.id))
+    assert set(chosen.values()) == set(qnorm.deployment(ModelShape(), "sm_90a", (FP8_DS_MLA.id,)))
 
 
 def test_deployments() -> None:
@@ -48,6 +49,10 @@ def test_deployments() -> None:
             keys = kernel.deployment_keys(None, 1, arch)
             assert all(key.kv_format == FORMS[form] and key.norm for key in keys)
             assert keys
+            newer = kernel.deployment_keys(V41Shape(), 1, arch)
+            windows = {FP8_DS_MLA.id, MXFP8_V41.id} if FORMS[form] == FP8_DS_MLA.id else {FORMS[form]}
+            assert {key.kv_format for key in newer} == windows
+            assert not any(key.norm for key in newer)
 
 
 def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,22 +10,27 @@ import pytest
 import torch
 
 from layers import Communicator
+from layers.attention import DeepseekV4MultiHeadLatentAttentionWrapper
 from layers.context_step import ContextStep
 from tests.layers.context_engine import ContextEngine, context_steps, layer_of, together
-from tests.layers.engine import KINDS, Request, hidden_rows, relative
+from tests.layers.engine import KINDS, NO_PAGE, Request, hidden_rows, relative
 from tests.layers.ranks import RankPool, run_threads
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 
 TOLERANCE = 0.1
 """Relative, of a whole layer on a GPU: last bits of products move FP8 codes and, with an indexer, a few picks."""
 
-REPLAYS = 100
+REPLAYS, MOST_PAGES = 100, 600
 SHARED: dict[str, Any] = {"cp_kv": "sharded", "cp_prefill": "zigzag"}
 FORMS: list[dict[str, Any]] = [
     SHARED,
     {"cp_prefill": "zigzag"},
     {"cp_kv": "sharded", "cp_heads": "own"},
+    {"cp_kv": "sharded", "cp_heads": "own", "cp_q": "replicate"},
     SHARED | {"cp_wire": "bf16"},
 ]
 
@@ -55,11 +60,58 @@ def assert_as_one(results: list[Any], whole: dict[str, Any], options: dict[str, 
     assert same >= 0.9 * sum(x.numel() for x in found)
 
 
-@pytest.mark.parametrize("options", FORMS[:3])
+@pytest.mark.parametrize("options", FORMS[:4])
 @pytest.mark.parametrize("ratio", KINDS)
 def test_threads_on_one_gpu(ratio: int, options: dict[str, Any]) -> None:
     on_gpu = {**options, "device": "cuda"}
     assert_as_one(run_threads(2, context_steps, ratio, on_gpu), context_steps(None, ratio, on_gpu), options)
+
+
+class KeptTables(ContextEngine):
+    """Its block tables stay where they are, as a server's do."""
+
+    def __init__(self, layer: DeepseekV4MultiHeadLatentAttentionWrapper) -> None:
+        super().__init__(layer, seed=3)
+        self.tables: dict[str, torch.Tensor] = {}
+
+    def _table(self, group: str, requests: list[Request]) -> torch.Tensor | None:
+        table = super()._table(group, requests)
+        if table is None:
+            return None
+        if group not in self.tables:
+            self.tables[group] = table.new_empty(len(requests), MOST_PAGES)
+        kept = self.tables[group].fill_(NO_PAGE)
+        kept[:, : table.shape[1]] = table
+        return kept
+
+
+def _decodes(communicator: Communicator, ratio: int, options: dict[str, Any]) -> tuple[list[torch.Tensor], int]:
+    """Outputs of decode steps, and how many steps are bound."""
+    layer = layer_of(communicator, ratio, {**options, "device": "cuda"})
+    engine, requests = KeptTables(layer), [Request() for _ in range(3)]
+    engine.step([], [(request, hidden_rows(600 + n, seed=n)) for n, request in enumerate(requests)])
+    outputs = []
+    for step in range(6):
+        work = [(request, hidden_rows(1, seed=9 * step + n)) for n, request in enumerate(requests)]
+        outputs.append(torch.cat(engine.step(work)).cpu())
+        if layer.options.bind_steps:
+            # what comes again is a list of calls
+            layer._attend_context = None  # type: ignore[method-assign,assignment]
+    assert not layer._bound.foreign
+    return outputs, len(layer._bound)
+
+
+@pytest.mark.parametrize("options", [*FORMS, {"cp_kv": "sharded", "cp_shards": 4}])
+@pytest.mark.parametrize("ratio", KINDS)
+def test_decode_steps_are_bound(ratio: int, options: dict[str, Any]) -> None:
+    """The same bits on each rank as through ops."""
+    forms = [run_threads(2, _decodes, ratio, options | {"bind_steps": binds}) for binds in (True, False)]
+    for bound, free in zip(*forms, strict=True):
+        for held in (bound, free):
+            if isinstance(held, BaseException):
+                raise held
+        assert (bound[1], free[1]) == (1, 0)
+        assert all(map(torch.equal, bound[0], free[0]))
 
 
 def _steps(communicator: Communicator, ratio: int, options: dict[str, Any], alone: bool) -> dict[str, Any]:

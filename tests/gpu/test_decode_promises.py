@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -174,6 +175,56 @@ def test_calls_in_a_row_share_a_workspace() -> None:
             for results in got:
                 for t in results:
                     t.fill_(math.nan)
+
+
+LISTS = ("indices", "length", "extra_indices", "extra_length", "table", "visible")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"b": 3, "heads": 64},
+        {"b": 5, "heads": 8},
+        {"b": 150, "heads": 64, "extra_topk": 1500, "num_splits": 1},
+        {"b": 150, "heads": 64, "extra_topk": 1500, "num_splits": 2},
+    ],
+    ids=lambda shape: "-".join(map(str, shape.values())),
+)
+@pytest.mark.parametrize("constant", [1, 2])
+@pytest.mark.parametrize("second", SECOND)
+def test_constant_lists_are_those_of_the_launch_ahead(second: str, constant: int, shape: dict[str, int]) -> None:
+    """A kernel may read them before the one ahead of it has ended, if that one does not write them: between two calls
+    come copies, which let nothing begin early, and between copies and the last call of each two another call."""
+    same = {"second": second, "extra_rows": 2, "lengths": "bs", **shape}
+    call = make(**same)
+    others = [make(seed=seed, **same) for seed in range(1, 7)]
+    variants = [dataclasses.replace(call, **{name: getattr(other, name) for name in LISTS}) for other in others]
+    given = dataclasses.replace(call, **{name: _clone(getattr(call, name)) for name in LISTS})
+    for variant in variants:
+        fill(variant)
+    want = [run(variant) for variant in variants]
+    assert_near(want[-1], variants[-1].expected())
+    got = [[tuple(torch.full_like(t, math.nan) for t in results) for results in want] for _ in range(2)]
+    workspace = workspace_for(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for variant, *results in zip(variants, *got, strict=True):
+            for name in LISTS:
+                if (values := getattr(variant, name)) is not None:
+                    getattr(given, name).copy_(values)
+            for out, lse in results:
+                memory = {"out": out, "lse": lse, "workspace": workspace}
+                sparse_mla_decode(**given.arguments(), **memory, constant_lists=constant)
+    for _ in range(20):
+        graph.replay()
+        for results in got:
+            assert all(same_bits(g, w) for g, w in zip(results, want, strict=True))
+            for t in itertools.chain(*results):
+                t.fill_(math.nan)
+
+
+def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 # ---- what it takes ---------------------------------------------------------------------------------------------------

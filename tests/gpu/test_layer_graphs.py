@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.runtime.compile import launch, record_launches
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls
 from layers import BlockTables, deepseek_v4_attention, forward_context, register_layer, unregister_layer
@@ -104,6 +105,40 @@ def test_a_replayed_step_is_the_eager_step(ratio: int, options: dict[str, Any]) 
         assert torch.equal(got, want), f"step {number}"
         for mine, theirs in zip(graphed.pools(), eager.pools(), strict=True):
             assert torch.equal(mine, theirs), f"step {number}"
+
+
+@pytest.mark.parametrize("ratio", [1, 128])
+def test_a_step_sees_the_lists_of_its_own_metadata(ratio: int) -> None:
+    """Attention reads lists of a step's metadata before the kernel ahead of it has ended. A graph of steps of different
+    lengths, each with the kernel that makes its metadata, against steps that wait for it. No group of 128 is closed."""
+    graphed, eager = Decoder(ratio), Decoder(ratio)
+    for decoder in (graphed, eager):
+        decoder.eager(decoder.prepare(STEPS[0], 1))
+    longest = torch.tensor(LENGTHS)
+    back = torch.rand(8, ROWS, generator=torch.Generator().manual_seed(1)) * longest.clamp(max=8)
+    lengths = (longest - back.long()).int().cuda()
+    given = lengths[0].clone()
+
+    def build(decoder: Decoder, lens: torch.Tensor) -> DeepseekV4Metadata:
+        tables = BlockTables(*(decoder.tables.get(group) for group in ("swa", "compressed", "state")))
+        return decoder.engine.builder.build(ratio, [1] * ROWS, [LONGEST] * ROWS, tables, ROWS, seq_lens_device=lens)
+
+    build(graphed, given)  # its launch is kept, and so noted from now on
+    with record_launches() as launches:
+        metadata = build(graphed, given)
+    got = []
+    with torch.cuda.graph(graphed.graph):
+        for lens in lengths:
+            given.copy_(lens)
+            for key, index, arguments in launches:
+                launch(key, index, *arguments)
+            got.append(graphed.eager(metadata))
+    for _ in range(5):
+        graphed.graph.replay()
+        for number, lens in enumerate(lengths):
+            m = build(eager, lens)
+            torch.cuda.synchronize()
+            assert torch.equal(got[number], eager.eager(m)), f"step {number}"
 
 
 class SplitDecoder(Decoder):

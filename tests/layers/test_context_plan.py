@@ -47,6 +47,18 @@ def test_every_row_is_on_one_rank(ranks: int) -> None:
             assert [rank for _, rank in every] == list(range(ranks))
 
 
+def test_decode_steps_lie_in_the_same_places() -> None:
+    """As a captured step needs, and as a bound one counts on."""
+    cp = ContextParallel(group=ThreadCommunicator.group(2)[1], kv="sharded")
+    builder, tables = ContextStepBuilder(CONFIG, 64, 2048, cp), [torch.zeros(2, 9, dtype=torch.int32) for _ in range(3)]
+    steps = [builder.build(4, [1, 1], [700 + n, 9], BlockTables(*tables), 2) for n in range(2)]
+    assert steps[0].bound_key == steps[1].bound_key
+    assert len({step.positions.data_ptr() for step in steps}) == 1
+    others = builder.build(4, [1, 1], [700, 9], BlockTables(*(x.clone() for x in tables)), 2)
+    longer = builder.build(4, [1, 1], [2000, 9], BlockTables(*tables), 2)
+    assert len({step.bound_key for step in (steps[0], others, longer)}) == 3
+
+
 def test_steps_of_no_rows() -> None:
     """Nothing at all, and padded requests: no rank sends anything."""
     for communicator in ThreadCommunicator.group(3):
@@ -74,6 +86,8 @@ def test_refused() -> None:
         ({"swa": "none"}, "swa: expected one of"),
         ({"shards": 3}, "shards: expected a multiple of the group's 2 ranks, got 3"),
         ({"prefill": "zigzag", "heads": "own"}, "prefill: expected 'off' where ranks have heads of their own"),
+        ({"q": "all"}, "q: expected one of"),
+        ({"q": "replicate", "kv": "sharded"}, "q: expected 'gather' but with heads 'own' and kv 'sharded'"),
     ):
         with pytest.raises(ValueError, match=message):
             ContextParallel(group=first, **options)  # type: ignore[arg-type]

@@ -20,10 +20,14 @@ from torch.overrides import TorchFunctionMode
 from cute_kernels.runtime import arch
 from layers import (
     BlockTables,
+    Communicator,
+    ContextParallel,
+    ContextStepBuilder,
     DeepseekV4Config,
     DeepseekV4Metadata,
     DeepseekV4MetadataBuilder,
     LayerCaches,
+    TensorParallel,
     random_layer_tensors,
 )
 from layers import indexer as indexer_module
@@ -56,16 +60,20 @@ class _Memory(Scratch):
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
 
-class _Indexing(TorchFunctionMode):
-    """x[...] by the operations that it stands for: torch's own way there needs a build with CUDA."""
+class _Methods(TorchFunctionMode):
+    """x[...] and x.copy_ by the operations that they stand for: torch's own way there needs a build with CUDA."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_:
+            return torch.ops.aten.copy_.default(*args)
         if func is not torch.Tensor.__getitem__:
             return func(*args, **(kwargs or {}))
         x, index = args
         aten, dim = torch.ops.aten, 0
         for part in index if isinstance(index, tuple) else (index,):
-            if isinstance(part, torch.Tensor):
+            if part is ...:
+                dim += x.dim() - sum(other is not ... for other in index)
+            elif isinstance(part, torch.Tensor):
                 x, dim = aten.index.Tensor(x, [*[None] * dim, part]), dim + part.dim()
             elif part is None:
                 x, dim = aten.unsqueeze.default(x, dim), dim + 1
@@ -95,6 +103,13 @@ def fake(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=CUDA)
 
 
+def moved(value: Any) -> Any:
+    """A tensor, or all of a list, as one of the GPU."""
+    if isinstance(value, list):
+        return [moved(x) for x in value]
+    return fake(value) if isinstance(value, torch.Tensor) else value
+
+
 def move(layer: DeepseekV4MultiHeadLatentAttentionWrapper) -> None:
     """To the GPU that is none. Not by `Module.to`, which looks at addresses."""
     for module in layer.modules():
@@ -111,8 +126,27 @@ def tensors_of(config: DeepseekV4Config, ratio: int) -> dict[str, torch.Tensor]:
     return random_layer_tensors(config, config.layer_of_kind(ratio))
 
 
+class _Apart(Communicator):
+    """The first of two ranks, of which the other one never comes."""
+
+    rank, size, device, transport = 0, 2, CUDA, "none"
+
+    def barrier(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def _all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        out[0].copy_(x)
+
+    def _all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        out.copy_(x)
+
+    def _all_reduce(self, x: torch.Tensor) -> None: ...
+
+
 def foreign(ratio: int, rows: list[int], lengths: list[int], decodes: int, **options: Any) -> list[str]:
-    """Torch operations that keep a step from being bound, as `BoundSteps.run` finds them."""
+    """Torch operations that keep a step from being bound, as `BoundSteps.run` finds them. options: of make_layer; with
+    cp, whose steps have decode rows alone, of a rank of two."""
     limits = {"max_model_len": LONGEST, "max_num_tokens": MOST_ROWS}
     config = options.get("config", CONFIG)
     layer = make_layer(ratio, tensors=tensors_of(config, ratio), **limits | options)
@@ -120,19 +154,29 @@ def foreign(ratio: int, rows: list[int], lengths: list[int], decodes: int, **opt
     caches = LayerCaches.allocate(layer.config, ratio, swa_blocks=4, compressed_blocks=4, state_blocks=4, **formats)
     table = torch.zeros(len(rows), 256, dtype=torch.int32)
     tables = BlockTables(table) if ratio == 1 else BlockTables(table, table, table)
-    builder = DeepseekV4MetadataBuilder(layer.config, MOST_ROWS, LONGEST)
-    m: DeepseekV4Metadata = builder.build(ratio, rows, lengths, tables, decodes)
-    with FakeTensorMode(), torch.no_grad(), _Indexing():
+    step: Any = None
+    if layer.options.cp is not None:
+        step = ContextStepBuilder(layer.config, MOST_ROWS, LONGEST, layer.options.cp).build(
+            ratio, rows, lengths, tables, decodes
+        )
+        m: DeepseekV4Metadata = step.decodes.metadata
+    else:
+        m = DeepseekV4MetadataBuilder(layer.config, MOST_ROWS, LONGEST).build(ratio, rows, lengths, tables, decodes)
+    with FakeTensorMode(), torch.no_grad(), _Methods():
         move(layer)
         # not by setattr, which takes a changed field for another step's
-        vars(m).update({name: fake(value) for name, value in vars(m).items() if isinstance(value, torch.Tensor)})
+        for of_step in (m,) if step is None else (m, step.decodes, step):
+            vars(of_step).update({name: moved(value) for name, value in vars(of_step).items()})
         for cache in vars(caches).values():
             if cache is not None:
                 cache.data = fake(cache.data)
         hidden = torch.empty(m.num_tokens, layer.config.hidden_size, dtype=torch.bfloat16, device=CUDA)
         result = torch.empty_like(hidden)
         with _Watch(_Memory(CUDA)) as watch:
-            layer._forward(hidden, m, caches, None, result)
+            if step is None:
+                layer._forward(hidden, m, caches, None, result)
+            else:
+                layer._attend_context(hidden, step, caches)
     # prim::device and its like are how fake tensors answer for themselves
     return [name for name in watch.foreign if not name.startswith("prim::")]
 
@@ -150,6 +194,25 @@ def test_a_step_launches_nothing_but_ops(ratio: int, name: str, options: dict[st
 def test_scores_in_several_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexer_module, "SCORE_BYTES", 1 << 18)
     assert foreign(4, *STEPS[name]) == []
+
+
+@pytest.mark.usefixtures("target")
+@pytest.mark.parametrize("ratio", KINDS)
+@pytest.mark.parametrize("name", ["decodes", "many decodes", "drafts", "unequal drafts"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"kv": "sharded"},
+        {"kv": "sharded", "heads": "own"},
+        {"kv": "sharded", "heads": "own", "q": "replicate"},
+        {"kv": "sharded", "shards": 4, "wire": "bf16"},
+    ],
+)
+def test_decode_rows_of_a_context_group(ratio: int, name: str, form: dict[str, Any]) -> None:
+    group = _Apart()
+    tp = TensorParallel(group=group) if form.get("heads") == "own" else TensorParallel()
+    assert foreign(ratio, *STEPS[name], cp=ContextParallel(group=group, **form), tp=tp) == []
 
 
 @pytest.mark.usefixtures("target")

@@ -11,10 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from layers import V41Caches, V41StepBuilder, V41Tables, late_rows, random_v41_layer_tensors, v41_indexer
+from layers import (
+    V41Caches,
+    V41StepBuilder,
+    V41Tables,
+    late_rows,
+    random_v41_draft_context_tensors,
+    random_v41_layer_tensors,
+    v41_indexer,
+)
 from layers.v41_config import CONSUMER, KINDS
 from tests import oracle
-from tests.layers.v41_engine import CONFIG, Engine, Request, hidden_rows, model, same
+from tests.layers.v41_engine import CONFIG, Engine, Request, draft_model, hidden_rows, model, same
 from tests.layers.v41_meaning import V41Meaning, V41Rounded
 
 SHORT = replace(CONFIG, rope_original_max_position=64, compress_rope_theta=500.0, rope_theta=300.0)
@@ -221,8 +229,86 @@ def test_padded_requests_change_nothing() -> None:
 
 
 def test_every_kind_is_run() -> None:
-    assert {layer.kind for layer in model()} == set(KINDS)
+    assert {layer.kind for layer in (*model(), *draft_model().layers)} == set(KINDS)
     assert any(layer.indexer is not None and layer.indexer.takes_candidates for layer in model())
+
+
+# ---- the draft
+
+
+@pytest.mark.parametrize("kv_cache", ["fp8_ds_mla", "mxfp8_v41+nvfp4_v41"])
+@pytest.mark.parametrize("total", [20, 117])
+def test_draft_layers_are_their_formulas(total: int, kv_cache: str) -> None:
+    """Of a prefix shorter than the window, and of a longer one."""
+    draft = draft_model(SHORT, kv_cache)
+    engine = Engine(model(SHORT, "fp8", kv_cache), seed=20, draft=draft)
+    request, block = engine.request(), hidden_rows(SHORT.draft_block_size, 21, SHORT)
+    outs, _ = engine.step([], [(request, hidden_rows(total, 22, SHORT))])
+    found = engine.draft_blocks([(request, block)])
+    ids = SHORT.draft_layer_ids
+    weights: list[Any] = [{}] * SHORT.num_hidden_layers + [plain(random_v41_layer_tensors(SHORT, i)) for i in ids]
+    meaning = V41Meaning(SHORT, weights, V41Rounded(kv=kv_cache, index="fp8"))
+    states = np.concatenate([oracle.to_numpy(outs[i][0]) for i in SHORT.draft_target_layer_ids], axis=1)
+    context = meaning.draft_context(plain(random_v41_draft_context_tensors(SHORT)), states)
+    for layer, (got,) in zip(ids, found, strict=True):
+        want = meaning.draft(layer, context, oracle.to_numpy(block))
+        assert np.linalg.norm(oracle.to_numpy(got) - want) <= CLOSE * np.linalg.norm(want)
+
+
+def test_blocks_see_the_context_and_themselves_alone() -> None:
+    """However the tokens before were cut into steps, whatever blocks were there before, next to other requests."""
+    layers, draft, total = model(), draft_model(), 150
+    hidden, others = hidden_rows(total, 23), hidden_rows(60, 24)
+    block, other_block = (hidden_rows(CONFIG.draft_block_size, seed) for seed in (25, 26))
+    reference, engine = Engine(layers, seed=25, draft=draft), Engine(layers, seed=26, draft=draft)
+    whole, request, other = reference.request(), engine.request(), engine.request()
+    reference.step([], [(whole, hidden)])
+    expected = [out[0] for out in reference.draft_blocks([(whole, block)])]
+    assert all(torch.isfinite(out).all() for out in expected)
+    engine.step([], [(other, others), (request, hidden[:100])])
+    accepts = [1, 5, 3, 6, 2] * 9
+    while request.length < total:
+        engine.draft_blocks([(request, other_block)])
+        start = request.length
+        accepted = min(accepts.pop(), total - start)
+        rows = torch.cat([hidden[start : start + accepted], hidden_rows(6 - accepted, 100 + start)])
+        engine.step([(request, rows)])
+        request.length = start + accepted
+    found = engine.draft_blocks([(other, other_block), (request, block)])
+    assert same([out[1] for out in found], expected)
+    first = [out[0] for out in reference.draft_blocks([(whole, torch.cat([block[:-1], other_block[-1:]]))])]
+    assert all(not torch.equal(a[0], b[0]) for a, b in zip(first, expected, strict=True)), "the last row is seen"
+
+
+def test_blocks_behind_late_layers() -> None:
+    """Windows of a block begin where the late layers' rows do, in whatever pages poison lies before."""
+    engine = Engine(model(), seed=27, late=20, draft=draft_model())
+    request = engine.request()
+    engine.step([], [(request, hidden_rows(100, 28))])
+    found = engine.draft_blocks([(request, hidden_rows(CONFIG.draft_block_size, 29))])
+    assert request.replay_start == 80
+    assert all(torch.isfinite(out).all() for (out,) in found)
+
+
+def test_drafts_that_do_not_fit() -> None:
+    layers, draft, hidden = model(), draft_model(), hidden_rows(5, 14)
+    caches = V41Caches.allocate(CONFIG, (0, *CONFIG.draft_layer_ids), window_blocks=2)
+    builder, pages = V41StepBuilder(CONFIG, 64, 256), torch.zeros(1, 1, dtype=torch.int32)
+    step, block = (builder.build([5], [5], V41Tables(pages), 1, is_draft=is_draft) for is_draft in (False, True))
+    with pytest.raises(ValueError, match="step: expected is_draft = True of its builder, got False"):
+        draft.layers[0](hidden, step, caches)
+    with pytest.raises(ValueError, match="step: expected is_draft = False of its builder, got True"):
+        layers[0](hidden, block, caches)
+    with pytest.raises(ValueError, match="step: expected one of the model, got one of the draft"):
+        draft.layers[0].store_context(hidden, block, caches)
+    with pytest.raises(ValueError, match="layer: expected one of the draft, got layer 0, window"):
+        layers[0].store_context(hidden, step, caches)
+    with pytest.raises(ValueError, match="context: expected shape"):
+        draft.layers[0].store_context(hidden[:4], step, caches)
+    with pytest.raises(ValueError, match=r"query_lens: expected decodes of as many rows each, with is_draft, got"):
+        builder.build([5], [5], V41Tables(pages), 0, is_draft=True)
+    with pytest.raises(ValueError, match=r"hidden_states: expected shape"):
+        draft.context(hidden)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -18,12 +18,16 @@ from layers import (
     DeepseekV4Config,
     DeepseekV41Config,
     build_layer,
+    build_v41_draft_context,
     build_v41_layer,
+    held_layers,
+    random_v41_draft_context_tensors,
     random_v41_layer_tensors,
+    read_v41_draft_context_tensors,
     read_v41_layer_tensors,
 )
 from layers.v41_checkpoint import expand_weight, v41_tensor_shapes
-from layers.v41_config import CONSUMER, INDEX_SOURCE, SOURCE, V41_PRESETS, WINDOW, is_v41
+from layers.v41_config import DRAFT, INDEX_SOURCE, KINDS, SOURCE, V41_PRESETS, WINDOW, is_v41
 from tests import oracle
 from tests.layers.v41_engine import CONFIG
 
@@ -49,6 +53,8 @@ TEXT: dict[str, Any] = {
     "candidate_source_layer_id": 20,
     "candidate_topk_blocks": 2048,
     "candidate_block_size": 8,
+    "dspark_block_size": 5,
+    "dspark_target_layer_ids": [37, 38, 39],
     "rope_theta": 10000,
     "compress_rope_theta": 160000,
     "rope_scaling": {
@@ -75,12 +81,13 @@ def test_published_numbers(raw: dict[str, Any], tmp_path: Path) -> None:
 
 def test_kinds_and_owners() -> None:
     kinds = {kind: [i for i in range(43) if FLASH.kind_of(i) == kind] for kind in (WINDOW, SOURCE, INDEX_SOURCE)}
-    assert kinds == {WINDOW: [0, 1, 40, 41, 42], SOURCE: [2, 8, 14, 20], INDEX_SOURCE: [24, 28, 32, 36]}
+    assert kinds == {WINDOW: [0, 1], SOURCE: [2, 8, 14, 20], INDEX_SOURCE: [24, 28, 32, 36]}
+    assert [i for i in range(43) if FLASH.kind_of(i) == DRAFT] == [40, 41, 42] == list(FLASH.draft_layer_ids)
     assert [FLASH.source_of(i) for i in (2, 7, 8, 19, 20, 39)] == [2, 2, 8, 14, 20, 20]
     assert [FLASH.index_source_of(i) for i in (3, 19, 20, 23, 24, 39)] == [2, 14, 20, 20, 24, 36]
     assert [i for i in range(43) if FLASH.takes_candidates(i)] == [24, 28, 32, 36]
     small = FLASH.reduced()
-    assert {small.kind_of(i) for i in range(small.num_hidden_layers)} == {WINDOW, SOURCE, INDEX_SOURCE, CONSUMER}
+    assert {small.kind_of(i) for i in range(len(small.compress_ratios))} == set(KINDS)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +105,11 @@ def test_kinds_and_owners() -> None:
         ({"candidate_block_size": 16}, "candidate_block_size: expected 8, got 16"),
         ({"candidate_topk_blocks": 0}, "candidate_topk_blocks: expected a positive integer"),
         ({"index_head_dim": 64}, "index_head_dim: expected 128, got 64"),
+        ({"dspark_block_size": 0}, "draft_block_size: expected a positive integer"),
+        ({"dspark_target_layer_ids": [39, 38]}, "draft_target_layer_ids: expected ascending layers below 40"),
+        ({"dspark_target_layer_ids": [39, 40]}, "draft_target_layer_ids: expected ascending layers below 40"),
+        ({"dspark_target_layer_ids": 39}, "dspark_target_layer_ids: expected a list of integers, got 39"),
+        ({"compress_ratios": [*TEXT["compress_ratios"][:40], 1]}, "compress_ratios: expected 0 of layers behind"),
     ],
 )
 def test_configs_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
@@ -150,11 +162,13 @@ def test_expansion_is_exact() -> None:
         expand_weight("w", weight, torch.full((2, 8), 1.7))
 
 
-@pytest.mark.parametrize("layer", [0, 1, 3, 5])
-def test_a_checkpoint_is_read(layer: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layer", "name"), [(0, "layers.0"), (1, "layers.1"), (5, "layers.5"), (8, "mtp.1")])
+def test_a_checkpoint_is_read(layer: int, name: str, tmp_path: Path) -> None:
     tensors = random_v41_layer_tensors(CONFIG, layer)
-    published = {f"layers.{layer}.attn.{name}": tensor for name, tensor in tensors.items()}
-    save_file({**published, "layers.40.attn.wkv.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    published = {f"{name}.attn.{short}": tensor for short, tensor in tensors.items()}
+    others = {"layers.40.attn.wkv.weight": torch.zeros(1), "mtp.0.attn.wkv.weight": torch.zeros(1)}
+    save_file({**others, **published}, tmp_path / "model.safetensors")
+    assert held_layers(tmp_path, CONFIG.num_hidden_layers) == sorted({layer, 7, 40})
     found = read_v41_layer_tensors(tmp_path, layer, CONFIG)
     assert found.keys() == tensors.keys()
     a, b = build_v41_layer(CONFIG, layer, found), build_v41_layer(CONFIG, layer, tensors)
@@ -165,6 +179,22 @@ def test_a_checkpoint_is_read(layer: int, tmp_path: Path) -> None:
     fp8 = sum(t.numel() for t in tensors.values() if t.dtype == torch.float8_e4m3fn)
     scales = sum(t.numel() for t in tensors.values() if t.dtype == torch.float8_e8m0fnu)
     assert a.weight_bytes.kept == a.weight_bytes.stored + fp8 - scales
+
+
+def test_a_draft_context_is_read(tmp_path: Path) -> None:
+    tensors = random_v41_draft_context_tensors(CONFIG)
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        "proj.weight": (256, 768), "proj.scale": (8, 24), "norm.weight": (256,)
+    }  # fmt: skip
+    published = {f"mtp.0.main_{name}": tensor for name, tensor in tensors.items()}
+    save_file({**published, "mtp.1.main_norm.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    found = build_v41_draft_context(CONFIG, read_v41_draft_context_tensors(tmp_path, CONFIG))
+    weight = oracle.E4M3[tensors["proj.weight"].view(torch.uint8).numpy()]
+    scale = 2.0 ** (tensors["proj.scale"].view(torch.uint8).numpy().astype(np.float64) - 127)
+    np.testing.assert_array_equal(oracle.to_numpy(found.proj.weight), weight * np.kron(scale, np.ones((32, 32))))
+    assert torch.equal(found.norm_weight, tensors["norm.weight"])
+    with pytest.raises(CheckpointError, match=r"mtp.0.main_: proj.weight: expected shape \[256, 768\]"):
+        build_v41_draft_context(CONFIG, {**tensors, "proj.weight": tensors["proj.weight"][:, :512]})
 
 
 def test_tensors_that_do_not_fit() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from layers import verify
 from layers.caches import KV_BLOCK_SIZE, SWA_BLOCK_SIZE
+from layers.v41_config import KINDS as V41_KINDS
 from tests.layers.engine import KINDS
 
 
@@ -37,3 +38,23 @@ def test_steps_of_one_request(ratio: int, monkeypatch: pytest.MonkeyPatch) -> No
             count = -(-sum(verify.STEPS) // page)
             assert table.dtype == torch.int32
             assert table.tolist() == [list(range(count, 0, -1))]
+
+
+def test_layers_of_v41(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kinds, in the same steps, and a block of the draft behind them."""
+    given: list[tuple[Any, ...]] = []
+    build = verify.V41StepBuilder.build
+
+    def spy(self: Any, rows: Any, lengths: Any, tables: Any, decodes: int, **options: Any) -> Any:
+        given.append((rows, lengths, decodes, options.get("is_draft", False)))
+        return build(self, rows, lengths, tables, decodes, **options)
+
+    monkeypatch.setattr(verify.V41StepBuilder, "build", spy)
+    out, config = verify._run_v41("cpu"), verify._v41_config()
+    drafts, total = len(config.draft_layer_ids), sum(verify.STEPS)
+    assert {config.kind_of(i) for i in range(len(config.compress_ratios))} == set(V41_KINDS)
+    assert out.shape == (config.num_hidden_layers * total + drafts * config.draft_block_size, config.hidden_size)
+    assert out.isfinite().all()
+    lengths = torch.tensor(verify.STEPS).cumsum(0).tolist()
+    steps = [([rows], [length], int(rows == 1), False) for rows, length in zip(verify.STEPS, lengths, strict=True)]
+    assert given == [*steps, ([config.draft_block_size], [total + config.draft_block_size], 1, True)]

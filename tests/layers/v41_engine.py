@@ -17,14 +17,17 @@ import torch
 from layers import (
     DeepseekV41Attention,
     DeepseekV41Config,
+    DeepseekV41DraftContext,
     V41Caches,
     V41Options,
     V41Selection,
     V41Step,
     V41StepBuilder,
     V41Tables,
+    build_v41_draft_context,
     build_v41_layer,
     late_rows,
+    random_v41_draft_context_tensors,
     random_v41_layer_tensors,
 )
 from layers.v41_caches import ENTRY_BLOCK_SIZE, RING_ROWS
@@ -53,11 +56,30 @@ def hidden_rows(count: int, seed: int, config: DeepseekV41Config = CONFIG) -> to
 def model(
     config: DeepseekV41Config = CONFIG, index_cache: str = "fp8", kv_cache: str = "fp8_ds_mla"
 ) -> list[DeepseekV41Attention]:
+    return _layers(config, range(config.num_hidden_layers), index_cache, kv_cache)
+
+
+def _layers(
+    config: DeepseekV41Config, layers: Sequence[int], index_cache: str, kv_cache: str
+) -> list[DeepseekV41Attention]:
     options = V41Options(kv_cache=kv_cache, index_cache=index_cache, max_model_len=1024, max_num_tokens=1024)
     return [
-        build_v41_layer(config, layer, random_v41_layer_tensors(config, layer), options=options)
-        for layer in range(config.num_hidden_layers)
+        build_v41_layer(config, layer, random_v41_layer_tensors(config, layer), options=options) for layer in layers
     ]
+
+
+@dataclass
+class Draft:
+    """The context and the layers of a draft."""
+
+    context: DeepseekV41DraftContext
+    layers: list[DeepseekV41Attention]
+
+
+@cache
+def draft_model(config: DeepseekV41Config = CONFIG, kv_cache: str = "fp8_ds_mla") -> Draft:
+    context = build_v41_draft_context(config, random_v41_draft_context_tensors(config))
+    return Draft(context, _layers(config, config.draft_layer_ids, "fp8", kv_cache))
 
 
 @dataclass
@@ -72,14 +94,18 @@ class Request:
 
 
 class Engine:
-    """Runs all layers. late: layers behind the last source run the last rows of a prefill alone, so many."""
+    """Runs all layers. late: layers behind the last source run the last rows of a prefill alone, so many; draft: stores
+    the context of every step, whose target layers' outputs stand for the hidden states behind them."""
 
-    def __init__(self, layers: Sequence[DeepseekV41Attention], *, seed: int = 0, late: int = 0) -> None:
-        self.layers, self.late = layers, late
+    def __init__(
+        self, layers: Sequence[DeepseekV41Attention], *, seed: int = 0, late: int = 0, draft: Draft | None = None
+    ) -> None:
+        self.layers, self.late, self.draft = layers, late, draft
         self.config, options = layers[0].config, layers[0].options
         sizes = {"window_blocks": PAGES, "entry_blocks": PAGES, "rings": SLOTS}
         kinds = {"kv_cache": options.kv_cache, "index_cache": options.index_cache}
-        self.caches = V41Caches.allocate(self.config, **kinds, **sizes)
+        held = [*range(self.config.num_hidden_layers), *(self.config.draft_layer_ids if draft is not None else ())]
+        self.caches = V41Caches.allocate(self.config, held, **kinds, **sizes)
         builder = (self.config, options.max_num_tokens, options.max_model_len)
         self.builder, self.late_builder = V41StepBuilder(*builder), V41StepBuilder(*builder)
         rng = random.Random(seed)
@@ -116,10 +142,7 @@ class Engine:
         work = decodes + prefills
         requests, counts = [r for r, _ in work], [len(rows) for _, rows in work]
         lengths = [r.length + n for r, n in zip(requests, counts, strict=True)]
-        for request, length in zip(requests, lengths, strict=True):
-            for name, size in (("windows", 64), ("entries", ENTRY_BLOCK_SIZE)):
-                pages = getattr(request, name)
-                pages += [self.free[name].pop() for _ in range(-(-length // size) - len(pages))]
+        self._grow(requests, lengths)
         tables, hidden = self._tables(requests), torch.cat([rows for _, rows in work])
         step = self.builder.build(counts, lengths, tables, len(decodes), ring_rows=RING_ROWS)
         selection, outs, selections = None, [], []
@@ -136,9 +159,36 @@ class Engine:
                 hidden, selection = hidden[rows], selection.of_rows(rows)
                 for request, start in zip(requests, late.replay_start, strict=True):
                     request.replay_start = start
+        if self.draft is not None:
+            self._store_context(torch.cat([torch.cat(outs[i]) for i in self.config.draft_target_layer_ids], 1), step)
         for request, length in zip(requests, lengths, strict=True):
             request.length = length
         return outs, selections
+
+    def _grow(self, requests: Sequence[Request], lengths: Sequence[int]) -> None:
+        """Have pages for so many tokens of each request."""
+        for request, length in zip(requests, lengths, strict=True):
+            for name, size in (("windows", 64), ("entries", ENTRY_BLOCK_SIZE)):
+                pages = getattr(request, name)
+                pages += [self.free[name].pop() for _ in range(-(-length // size) - len(pages))]
+
+    def _store_context(self, hidden: torch.Tensor, step: V41Step) -> None:
+        assert self.draft is not None
+        for layer in self.draft.layers:
+            layer.store_context(self.draft.context(hidden), step, self.caches)
+
+    def draft_blocks(self, blocks: list[tuple[Request, torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """Run a block of rows behind each request through the draft's layers: by layer, the outputs of each."""
+        assert self.draft is not None
+        requests, rows = [r for r, _ in blocks], self.config.draft_block_size
+        starts = [request.replay_start for request in requests]
+        lengths = [request.length + rows for request in requests]
+        self._grow(requests, lengths)
+        tables = V41Tables(self._tables(requests).windows)
+        counts = [rows] * len(blocks)
+        step = self.builder.build(counts, lengths, tables, len(blocks), replay_start=starts, is_draft=True)
+        hidden = torch.cat([block for _, block in blocks])
+        return [list(layer(hidden, step, self.caches)[0].split(rows)) for layer in self.draft.layers]
 
     def _late_step(
         self, counts: list[int], lengths: list[int], tables: V41Tables, decodes: int, starts: list[int]

@@ -112,11 +112,8 @@ class V41Meaning:
     ) -> tuple[Result, Shared | None]:
         c, r, ratio = self.c, self.r, self.c.compress_ratios[layer]
         positions = np.arange(len(x))
-        qr = self._norm(layer, "q_norm", self._product(layer, "wq_a", x))
-        q = self._product(layer, "wq_b", qr).reshape(len(x), c.num_attention_heads, 512)
-        q = r.query(self._turn(layer, q, positions))
-        kv = self._norm(layer, "kv_norm", self._product(layer, "wkv", x))
-        window = r.window_row(self._turn(layer, kv, positions))
+        qr, q = self._queries(layer, x, positions)
+        window = self._window_rows(layer, x, positions)
         visible = (positions + 1) // ratio if ratio else positions * 0
         if layer in c.kv_source_layer_ids:
             latents = self._latents(layer, x, ratio)
@@ -130,13 +127,47 @@ class V41Meaning:
             result.picks, result.blocks = self._select(layer, x, qr, visible, shared)
             picks, candidates = (result.picks, result.blocks) if given is None else given
             shared = Shared(shared.entries, shared.keys, picks, candidates or shared.blocks)
-        o = np.stack([self._attend(layer, t, q[t], window, shared if ratio else None) for t in positions])
+        rows = []
+        for t in positions:
+            seen = window[max(t - c.sliding_window + 1, 0) : t + 1]
+            if ratio:
+                assert shared is not None
+                seen = np.concatenate([seen, shared.entries[shared.picks[t]]])
+            rows.append(self._attend(layer, q[t], seen))
+        result.out = self._output(layer, np.stack(rows), positions)
+        return result, shared
+
+    def draft_context(self, weights: Weights, states: Array) -> Array:
+        """Of a draft's own weights and the hidden states of its target layers, side by side."""
+        product = self.r.bf16(states @ (weights["proj.weight"] * np.kron(weights["proj.scale"], np.ones((32, 32)))).T)
+        return self.r.bf16(oracle.rms_norm(product, weights["norm.weight"], self.c.rms_norm_eps))
+
+    def draft(self, layer: int, context: Array, block: Array) -> Array:
+        """A draft layer on the block of rows behind a sequence, of whose tokens it has the context's rows."""
+        before, positions = len(context), np.arange(len(context), len(context) + len(block))
+        context_rows = self._window_rows(layer, context, np.arange(before))
+        _, q = self._queries(layer, block, positions)
+        first = max(before - self.c.sliding_window, 0)
+        seen = np.concatenate([context_rows[first:], self._window_rows(layer, block, positions)])
+        return self._output(layer, np.stack([self._attend(layer, row, seen) for row in q]), positions)
+
+    def _queries(self, layer: int, x: Array, positions: Array) -> tuple[Array, Array]:
+        """(latent queries, rotated queries [rows, heads, 512])."""
+        qr = self._norm(layer, "q_norm", self._product(layer, "wq_a", x))
+        q = self._product(layer, "wq_b", qr).reshape(len(x), self.c.num_attention_heads, 512)
+        return qr, self.r.query(self._turn(layer, q, positions))
+
+    def _window_rows(self, layer: int, x: Array, positions: Array) -> Array:
+        kv = self._norm(layer, "kv_norm", self._product(layer, "wkv", x))
+        return self.r.window_row(self._turn(layer, kv, positions))
+
+    def _output(self, layer: int, o: Array, positions: Array) -> Array:
+        c, r = self.c, self.r
         o = r.bf16(self._turn(layer, r.bf16(o), positions, inverse=True))
-        groups = o.reshape(len(x), c.o_groups, -1)
+        groups = o.reshape(len(o), c.o_groups, -1)
         wo_a = self._weight(layer, "wo_a").reshape(c.o_groups, -1, groups.shape[-1])
         low = r.bf16(np.einsum("tgk,gdk->tgd", groups, wo_a, optimize=True))
-        result.out = self._product(layer, "wo_b", low.reshape(len(x), -1))
-        return result, shared
+        return self._product(layer, "wo_b", low.reshape(len(o), -1))
 
     def _select(
         self, layer: int, x: Array, qr: Array, visible: Array, shared: Shared
@@ -160,10 +191,7 @@ class V41Meaning:
                 chosen.append(best(np.array(maxima), c.candidate_topk_blocks))
         return picks, chosen
 
-    def _attend(self, layer: int, t: int, q: Array, window: Array, shared: Shared | None) -> Array:
-        """[heads, 512] of one row: a softmax over window and picks, with a sink that has no value."""
-        rows = window[max(t - self.c.sliding_window + 1, 0) : t + 1]
-        if shared is not None:
-            rows = np.concatenate([rows, shared.entries[shared.picks[t]]])
+    def _attend(self, layer: int, q: Array, rows: Array) -> Array:
+        """[heads, 512] of one row: a softmax over the rows that it sees, with a sink that has no value."""
         weight = np.exp(q @ rows.T / math.sqrt(512))
         return (weight @ rows) / (weight.sum(axis=1) + np.exp(self.w[layer]["attn_sink"]))[:, None]

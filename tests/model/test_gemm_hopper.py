@@ -16,14 +16,14 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.isa_probes.meaning import TensorMap
-from cute_kernels.linear.hopper.gemm import START, GemmKey
+from cute_kernels.linear.hopper.gemm import BAND_ROWS, START, GemmKey
 from cute_kernels.linear.hopper.gemm_swap_ab import SwapAbKey
 from cute_kernels.linear.ops import activation_scale_shape, quantize_fp8_1x128
 from tests import oracle
 from tests.compile.reports import compile_report
 from tests.indexer.meaning import e4m3_codes
 from tests.model import edits, mutations, orders
-from tests.model.launch import pack, run_grid
+from tests.model.launch import divisor, pack, run_grid
 from tests.model.memory import GlobalMemory
 from tests.model.ptx import PARAMETERS, Program, parse
 from tests.model.trace import Trace
@@ -80,7 +80,7 @@ class Call:
         a, b = ((rng.uniform(1, 2, s) * 2.0 ** rng.integers(-12, 8, s)).astype(np.float32) for s in shapes)
         return a, b
 
-    def place(self, key: Key, own: Program) -> tuple[bytes, dict[int, TensorMap]]:
+    def place(self, key: Key, own: Program, clusters: int) -> tuple[bytes, dict[int, TensorMap]]:
         """Parameters, as the kernels' entry points make them, and tensor maps."""
         memory = self.memory = GlobalMemory()
         a, b = self.operands(key.operands)
@@ -118,9 +118,16 @@ class Call:
             values += [0] * 8
         values += [self.out, self.groups * self.out_row, self.out_row, SIZES[key.output]]
         values += [self.out_scale, padded * 4, padded]
-        values += [self.rows, self.groups, self.columns, self.chunks]
         if isinstance(key, GemmKey):
-            values.append(self.seed % 2)  # whether it is a dependent of the kernel before
+            row_tiles, column_tiles = -(-self.rows // key.rows), -(-self.columns // key.columns)
+            per_group, height = row_tiles * column_tiles, BAND_ROWS // key.rows
+            values += [self.rows, self.columns, self.groups * per_group, row_tiles]
+            values += [*divisor(per_group), *divisor(height * column_tiles), *divisor((row_tiles - 1) % height + 1)]
+            values += [self.chunks, self.seed % 2]  # whether it is a dependent of the kernel before
+        else:
+            output_tiles, token_tiles = -(-self.columns // key.outputs), -(-self.rows // key.tokens)
+            values += [self.rows, self.columns, self.groups * output_tiles * token_tiles]
+            values += [*divisor(clusters), *divisor(output_tiles), *divisor(token_tiles), self.chunks]
         if isinstance(key, GemmKey) and key.squares:
             self.squares = memory.reserve(self.rows * self.blocks * 4)
             values += [self.squares, self.blocks * 4, self.blocks]
@@ -134,7 +141,7 @@ class Call:
     def run(self, key: Key, clusters: int, own: Program | None = None, **options: Any) -> None:
         """own: another program than the key's."""
         own = own or program(key)
-        parameters, maps = self.place(key, own)
+        parameters, maps = self.place(key, own, clusters)
         blocks = clusters * key.splits
         given = {"blocks": blocks, "cluster": key.splits, "size": key.smem_bytes, "tensor_maps": maps}
         run_grid(own, parameters, self.memory, **given, **options)
@@ -187,6 +194,8 @@ CASES: dict[str, tuple[Key, Call, int]] = {
     "four splits": (gemm("e4m3", "fp32", 64, 64, 4), Call(3, 2, 72, 9, seed=2), 4),
     "two warpgroups": (gemm("e4m3", "bf16", 128, 64, 2), Call(130, 1, 64, 4, seed=3), 2),
     "bf16, four splits": (gemm("bf16", "fp32", 128, 128, 4), Call(100, 1, 144, 13, seed=4), 2),
+    "bf16, 96 columns": (gemm("bf16", "fp32", 64, 96, 1), Call(70, 1, 200, 5, seed=17), 1),
+    "bf16, 96 columns, two splits": (gemm("bf16", "bf16", 64, 96, 2), Call(40, 1, 200, 7, seed=18), 3),
     "bf16, whole": (gemm("bf16", "bf16", 64, 32, 1), Call(70, 1, 40, 5, seed=6), 1),
     "swapped": (swap_ab("e4m3", "bf16", 8, 1, False), Call(5, 2, 72, 3, seed=7), 1),
     "swapped, splits": (swap_ab("e4m3", "fp32", 16, 4, False), Call(21, 1, 136, 5, seed=8), 2),

@@ -16,7 +16,7 @@ from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
 from tests.compile.reports import compile_report
 from tests.gpu import decode_cases
-from tests.gpu.decode_checks import FP8, MXFP8, NVFP4
+from tests.gpu.decode_checks import FP8, MXFP8, MXFP8_SPLIT, NVFP4, NVFP4_SPLIT
 from tests.model import orders
 from tests.model.launch import divisor, pack, run_grid
 from tests.model.memory import GlobalMemory
@@ -27,9 +27,11 @@ from tests.model.test_hopper_codes import codes
 slow = pytest.mark.slow
 
 
-def v41_call(first: str, second: str, heads: int, rows: list[int], extra: list[int]) -> decode_cases.Call:
-    """Rows of two lists of slots, a tenth of them bad, in pages of 7 and 5 rows."""
-    many: dict[str, Any] = {"rows": 7, "second": "listed", "extra_rows": 5, "lengths": "bs", "seed": 1}
+def v41_call(
+    first: str, second: str, heads: int, rows: list[int], extra: list[int], kind: str = "listed"
+) -> decode_cases.Call:
+    """Rows of two lists, of slots or of pages, a tenth of them bad, in pages of 7 and 5 rows."""
+    many: dict[str, Any] = {"rows": 7, "second": kind, "extra_rows": 5, "lengths": "bs", "seed": 1}
     with on_host():
         formats = {"kv_format": first, "extra_format": second}
         call = decode_cases.make(b=len(rows), heads=heads, topk=128, extra_topk=100, **formats, **many)
@@ -39,11 +41,18 @@ def v41_call(first: str, second: str, heads: int, rows: list[int], extra: list[i
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [(FP8, NVFP4), *(pytest.param(MXFP8, other, marks=slow) for other in (NVFP4, MXFP8, FP8))]
+    ("first", "second", "kind"),
+    [
+        (FP8, NVFP4, "listed"),
+        *(pytest.param(MXFP8, other, "listed", marks=slow) for other in (NVFP4, MXFP8, FP8)),
+        *(pytest.param(first, NVFP4, "dense", marks=slow) for first in (FP8, MXFP8)),
+        *(pytest.param(first, NVFP4_SPLIT, "listed", marks=slow) for first in (FP8, MXFP8_SPLIT)),
+        pytest.param(MXFP8_SPLIT, MXFP8_SPLIT, "dense", marks=slow),
+    ],
 )
-def test_decode(first: str, second: str) -> None:
-    key = DecodeKey("sm_90a", 64, "listed", False, format0=first, format1=second)
-    decode = Decode(v41_call(first, second, 64, [70, 0], [65, -1]), 64)
+def test_decode(first: str, second: str, kind: str) -> None:
+    key = DecodeKey("sm_90a", 64, kind, False, format0=first, format1=second)
+    decode = Decode(v41_call(first, second, 64, [70, 0], [65, -1], kind), 64)
     program = parse(compile_report(key).ptx)
     records, make = orders.recorder(program)
     decode.run(program, key.smem_bytes, pairs=1, seed=1, events=make)

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.compressor.latent import WARPS, LatentKey
+from cute_kernels.compressor.latent import LatentKey
 from cute_kernels.runtime import verify
 from tests.compile.reports import compile_report
 from tests.gpu import promises
@@ -54,8 +54,8 @@ def agrees(key: LatentKey, program: Any, label: str, args: tuple[Any, ...]) -> b
     values += [memory.put(given["norm_weight"].view(torch.int16).numpy()), out_at, 2 * 512, np.float32(given["eps"])]
     values += [rows, *(memory.put(x) for x in inputs), requests, state_at, state[0].nbytes]
     values += [*divisor(state.shape[1]), state.shape[0] * state.shape[1]]
-    blocks = -(-rows // (WARPS * (1 + key.pairs)))
-    run_grid(program, pack(program, values), memory, blocks=blocks, size=0, seed=1)
+    blocks = -(-rows // (1 + key.pairs))
+    run_grid(program, pack(program, values), memory, blocks=blocks, size=key.smem_bytes, seed=1)
     if not promises.is_defined(OP.name, args):
         return False
     want = dict(zip(NAMES, verify.clone_arguments(args, torch.device("cpu")), strict=True))

@@ -189,6 +189,25 @@ def test_a_failed_measurement_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_interrupted_sweep_leaves_the_cells_that_it_has(module: SimpleNamespace, tmp_path: Path) -> None:
+    def interrupted(**_: Any) -> list[dict[str, Any]]:
+        for rows in (1, 8):
+            found = cell(rows, 1616, 1.68)
+            del found["bound"]
+            keep = measure._keep.get()
+            assert keep is not None
+            keep(found)
+        raise KeyboardInterrupt
+
+    module.SWEEPS[INSERT] = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        cli.main(["sweep", "--op", INSERT, "--json", str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == [f"{INSERT}.partial.json"]
+    found = load(tmp_path / f"{INSERT}.partial.json")
+    assert found.partial
+    assert [one.case for one in found.cells] == ["T=1", "T=8"]
+
+
 def test_a_row_of_a_reference_is_set_aside(
     module: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -321,7 +340,7 @@ def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_without_a_command_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
-    assert "{sweep,layer,engines,report,show,compiled,scaling,compare}" in capsys.readouterr().out
+    assert "{sweep,layer,engines,report,show,compiled,scaling,parallel,compare}" in capsys.readouterr().out
 
 
 # ---- compare ---------------------------------------------------------------------------------------------------------

@@ -65,10 +65,35 @@ def test_what_differs_is_measured() -> None:
     assert engines.picks_apart(torch.full_like(picks, -1), picks) == 1
 
 
+def test_layers_in_a_row_are_held_to_what_the_engine_does_by_itself() -> None:
+    away = "theirs, same picks, input one bf16 step away"
+    apart = {"theirs again": 0.19, "theirs, same picks": 0.0, away: 0.11, "ours": 0.18, "ours, same picks": 0.1}
+    assert engines.chain_faults(apart) == []
+    assert engines.chain_faults(apart | {"theirs, same picks": 0.01}) == [
+        "the engine differs from itself with the same picks"
+    ]
+    assert engines.chain_faults(apart | {"ours, same picks": 0.17}) == ["ours with the same picks"]
+    assert engines.chain_faults(apart | {"ours": 0.3}) == ["ours"]
+    assert len(engines.chain_faults(dict.fromkeys(apart, float("nan")))) == 3
+
+
+def test_picks_of_an_earlier_step_take_the_place_of_the_indexers() -> None:
+    op = torch.nn.Identity()
+    layer = SimpleNamespace(indexer=SimpleNamespace(indexer_op=op), topk_indices_buffer=torch.full((4, 2), -1))
+    with engines._given_picks(layer, torch.tensor([[5, 6], [7, 8]])):
+        op(torch.zeros(1))
+    assert layer.topk_indices_buffer.tolist() == [[5, 6], [7, 8], [-1, -1], [-1, -1]]
+    assert op(3) == 3
+    with engines._given_picks(SimpleNamespace(indexer=None), torch.zeros(1)):
+        pass
+
+
 def test_names_tell_cells_and_units_apart() -> None:
     names = [case.name(part) for case in engines.cases() for part in ("between", "whole")]
-    assert len(set(names)) == len(names) == 72
-    assert all(case.step.rows == case.batch for case in engines.cases())
+    assert len(set(names)) == len(names) == 108
+    for case in engines.cases():
+        assert (case.step.rows, len(case.step.requests)) == ((case.new, 1) if case.new else (case.batch, case.batch))
+        assert case.step.longest <= case.layers[2]
     units = [engines.unit_name(*unit) for unit in engines.UNITS]
     assert len(set(units)) == len(units)
 

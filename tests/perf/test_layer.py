@@ -57,6 +57,18 @@ def test_a_model_runs_the_layers_of_its_config() -> None:
     assert Case("v4-pro", "c4a", "decode", 1, 1, 8192).ratios == (4, 4, 4)
 
 
+@pytest.mark.parametrize("kind", layer.KINDS)
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_a_chain_of_layers_passes_through_l2(kind: str, tp: int) -> None:
+    """Else its weights would be in L2 when they are read again, and a replay could not go round it several times."""
+    case = Case("v4-flash", kind, "decode", 1, 1, 8192, tp)
+    config = PRESETS["v4-flash"]
+    heads, hidden, rank = config.num_attention_heads // tp, config.hidden_size, config.q_lora_rank
+    own = heads * config.head_dim * (rank + config.o_lora_rank) + 8 // tp * config.o_lora_rank * hidden
+    assert case.calls == len(case.ratios) <= layer.MOST_LAYERS
+    assert case.calls * (own + hidden * (rank + config.head_dim)) >= measure.COLD_BYTES
+
+
 def test_lengths() -> None:
     case = Case("v4-flash", "c4a", "decode", 256, 1, 8192)
     assert len(case.lengths()) == 256
@@ -310,7 +322,7 @@ def test_the_record_of_a_sweep(
             pass
 
     def time_graphs(
-        candidates: Any, work: float, replays: int, failures: Any, flops_per_set: float
+        candidates: Any, work: float, replays: int, target_us: float, failures: Any, flops_per_set: float, queued: bool
     ) -> dict[str, Timing]:
         ((name, calls),) = candidates.items()
         for call in calls:

@@ -349,6 +349,22 @@ def test_times_are_of_cold_replays_behind_the_first(monkeypatch: pytest.MonkeyPa
         assert (timing.sets, timing.calls_per_replay) == (1, 2)
 
 
+def test_the_gpu_waits_until_a_graph_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the host took the last time, and ahead of the first event."""
+    gpu = fake_gpu(monkeypatch)
+    monkeypatch.setattr(measure, "capture", lambda calls, *rest: (Graph(gpu, calls[0]), 2))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: gpu.now * 1e-6)
+
+    def wait(cycles: int) -> None:
+        gpu.log.append(f"wait {cycles}")
+        gpu.now += cycles // 2000
+
+    monkeypatch.setattr(measure.torch.cuda, "_sleep", wait)
+    timing = measure.time_graphs({"a": ["a"]}, 1e6, replays=2, queued=True)["a"]
+    assert gpu.log == ["clear", "wait 0", "a", "clear", f"wait {100 * 3000}", "a", "clear", f"wait {10 * 3000}", "a"]
+    assert (timing.median, timing.most) == (5.0, 5.0)
+
+
 def test_calls_apart_follow_a_short_kernel_whose_time_is_subtracted(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 

@@ -13,7 +13,7 @@ import pytest
 
 from perf import cli, engines
 from perf.records import RecordError, case_of, collect, gpu_folder, load, parse, to_text, usable
-from perf.report import LAYER, stale
+from perf.report import LAYER, LAYERS, stale
 from tests.perf import synthetic
 from tests.perf.synthetic import LEFT_OUT, cell, layer_cell, record, row
 
@@ -33,7 +33,7 @@ def test_there_are_records() -> None:
 def test_every_committed_record_may_be_shown(path: Path) -> None:
     found = load(path)
     assert path.relative_to(RESULTS).as_posix() == f"{gpu_folder(found.gpu)}/{found.op}.json"
-    assert found.op in {*cli.MODULES, LAYER, engines.OP}
+    assert found.op in {*cli.MODULES, *LAYERS, engines.OP}
     assert not found.partial
     assert usable(found)[1] == []
     assert None not in (found.commit, found.driver, found.dsl, found.tvm_ffi, found.cpu)

@@ -4,6 +4,7 @@ else, over caches on the CPU. One request of `TOKENS` tokens, whose last `DECODE
 
 from __future__ import annotations
 
+import math
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ class Step:
 
     metadata: Any = None
     reserved: int = 0
+    is_locked: bool = False
 
 
 def make_modules(monkeypatch: pytest.MonkeyPatch) -> type[Step]:
@@ -36,7 +38,9 @@ def make_modules(monkeypatch: pytest.MonkeyPatch) -> type[Step]:
     class Manager:
         def get_simultaneous(self, *shapes_and_dtypes: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
             made = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes_and_dtypes]
-            step.reserved = max(step.reserved, sum(t.numel() * t.element_size() for t in made))
+            size = sum(t.numel() * t.element_size() for t in made)
+            assert size <= step.reserved or not step.is_locked, "the workspace is locked"
+            step.reserved = max(step.reserved, size)
             return made
 
     for name, function in (
@@ -49,6 +53,14 @@ def make_modules(monkeypatch: pytest.MonkeyPatch) -> type[Step]:
             monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
         monkeypatch.setitem(sys.modules, name, module)
     return step
+
+
+def reserve(*shapes_and_dtypes: tuple[tuple[int, ...], torch.dtype]) -> None:
+    sys.modules["vllm.v1.worker.workspace"].current_workspace_manager().get_simultaneous(*shapes_and_dtypes)
+
+
+def nbytes(shapes_and_dtypes: list[tuple[tuple[int, ...], torch.dtype]]) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes_and_dtypes)
 
 
 def draw(g: torch.Generator, *shape: int) -> torch.Tensor:
@@ -99,7 +111,13 @@ class IndexerOp(nn.Module):
         self.dense_mha_metadata_layer_name, self.dcp_world_size, self.use_pcp = "", 1, False
 
     def forward_cuda(self, hidden_states: Any, q_quant: Any, k: Any, weights: Any) -> str:
+        if sys.modules["vllm.forward_context"].get_forward_context().attn_metadata is None:
+            reserve(*self.gathered())
         return "the engine's indexer"
+
+    def gathered(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """What the engine reserves for a prefill: keys and their scales."""
+        return [((self.max_total_seq_len, 128), torch.float8_e4m3fn), ((self.max_total_seq_len, 4), torch.uint8)]
 
 
 class Indexer(nn.Module):
@@ -160,6 +178,7 @@ class Attention(nn.Module):
     def forward_mqa(self, q: torch.Tensor, kv: Any, positions: Any, output: torch.Tensor) -> None:
         metadata = sys.modules["vllm.forward_context"].get_forward_context().attn_metadata
         if metadata is None:
+            reserve(*self.gathered())
             output.zero_()
             return
         swa, own = metadata[self.swa_cache_layer.prefix], metadata.get(self.prefix)
@@ -183,6 +202,14 @@ class Attention(nn.Module):
                 swa_only=cache is None,
                 output=output[:rows],
             )
+
+    def gathered(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """What the engine reserves for its prefill: gathered rows, indices, lengths."""
+        top_k = self.topk_indices_buffer.shape[1] if self.compress_ratio > 1 else 0
+        entries = MAX_LEN // self.compress_ratio if self.compress_ratio > 1 else 0
+        columns = -(-(top_k + self.window_size) // 128) * 128
+        rows = (self.PREFILL_CHUNK_SIZE, entries + self.window_size + MAX_TOKENS, self.head_dim)
+        return [(rows, torch.bfloat16), ((MAX_TOKENS, columns), torch.int32), ((MAX_TOKENS,), torch.int32)]
 
     def _forward_prefill(self, **call: Any) -> None:
         raise AssertionError("the engine's prefill")

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's own modules on a CPU with the plug-in over them: `python -m tests.plugins.real_sglang` in an environment of
-scripts/test_engines.sh.
+scripts/test_engines.sh; with the argument cuda on a GPU.
 
 They are imported, and have the plug-in's class, function and head count where they use them. Then the backend's own
-attention, over caches and metadata made by hand, runs the same rows as a decode and as a sparse prefill.
+attention, over caches and metadata made by hand, runs the same rows as a decode and as a sparse prefill, and the
+backend's own indexer, with scores and top-k by torch, picks the same entries as the plug-in's. On a GPU the backend
+without the plug-in runs the same, by FlashMLA's kernels: of its own package or of vLLM's.
 """
 
 from __future__ import annotations
@@ -17,19 +19,25 @@ from typing import Any
 import torch
 
 from tests.plugins import stubs
+from tests.plugins.fake_vllm import draw
 
 ROWS, HEADS, SWA_ROWS, ENTRIES = 5, 8, 256, 64
 """Rows and heads of a step, and rows of a page of each cache: records of 584 bytes in pages of multiples of 576."""
 
 
-def main() -> None:
+def main(device: str = "cpu") -> None:
     # before the stub of torchvision, whose version transformers asks for
     importlib.import_module("transformers.models.auto.image_processing_auto")
     importlib.import_module("transformers.models.auto.processing_auto")
     stubs.install("IPython", "flash_mla", "sentencepiece", "torchvision")
+    if device == "cuda":
+        own = importlib.import_module("flash_mla")
+        if isinstance(own, stubs.StubModule):
+            vars(own).update(vars(importlib.import_module("vllm.third_party.flashmla.flash_mla_interface")))
     from cute_kernels.plugins import VARIABLE, sglang
 
     os.environ[VARIABLE] = "all"
+    os.environ["SGLANG_FP8_PAGED_MQA_LOGITS_TORCH"] = "1"
     sglang.register()
     assert not {sglang.BACKEND, sglang.KERNELS, sglang.MODEL} & {*sys.modules}
     backend, kernels, model = (importlib.import_module(n) for n in (sglang.BACKEND, sglang.KERNELS, sglang.MODEL))
@@ -42,8 +50,8 @@ def main() -> None:
     layer = SimpleNamespace(n_local_heads=8, is_dsv41=False, attn_tp_size=8)
     sglang.State.serves = True
     assert model.MQALayer._kernel_num_heads(layer, 1) == 8
-    with torch.no_grad():
-        check(backend, sglang.Backend)
+    with torch.no_grad(), torch.device(device):
+        check(backend, kernels, sglang.Backend)
     print(f"sglang: modules were patched, attention ran: {', '.join(sglang.PLUGIN.said)}")
 
 
@@ -55,7 +63,7 @@ def make_pool(backend: ModuleType) -> Any:
     for seed, rows in enumerate((SWA_ROWS, ENTRIES)):
         stride = -(-584 * rows // 576) * 576
         pages = torch.zeros(2, stride, dtype=torch.uint8)
-        keys = torch.randn(2 * rows, 512, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        keys = draw(torch.Generator().manual_seed(seed), 2 * rows, 512).bfloat16()
         cache = pages[:, : 584 * rows].view(2, rows, formats.FP8_DS_MLA.row_elements)
         quantize_and_insert_k_cache(keys, cache, torch.arange(2 * rows), rows)
         raw.append(pages)
@@ -105,15 +113,18 @@ def gather(cache: torch.Tensor, ids: torch.Tensor, page_size: int, out: torch.Te
     out.copy_(rows[0, ids.long()].view(out.shape))
 
 
-def check(module: ModuleType, mixin: type) -> None:
+def check(module: ModuleType, kernels: ModuleType, mixin: type) -> None:
     kind: Any = module.DeepseekV4AttnBackend
     engines = kind.__mro__[kind.__mro__.index(mixin) + 1]
     pool = make_pool(module)
     generator = torch.Generator().manual_seed(3)
 
     def choose(most: int, columns: int) -> torch.Tensor:
-        return torch.randint(0, most, (ROWS, columns), generator=generator, dtype=torch.int32)
+        chosen = torch.randint(0, most, (ROWS, columns), generator=generator, dtype=torch.int32, device="cpu")
+        return chosen.to(torch.get_default_device())
 
+    is_cuda = torch.get_default_device().type == "cuda"
+    heads = 64 if is_cuda else HEADS  # FlashMLA has 64
     core = module.DSV4AttnMetadata.__new__(module.DSV4AttnMetadata)
     core.swa_page_indices, core.swa_topk_lengths = choose(2 * SWA_ROWS, 128), torch.tensor([128, 1, 70, 5, 64]).int()
     core.c4_sparse_page_indices, core.c4_sparse_topk_lengths = (
@@ -121,7 +132,9 @@ def check(module: ModuleType, mixin: type) -> None:
         torch.tensor([64, 1, 3, 9, 1]).int(),
     )
     core.c4_sparse_page_indices[1] = -1  # a row that sees no entry has a length of 1 all the same
-    core.c0_flashmla_metadata = core.c4_flashmla_metadata = None
+    core.c0_flashmla_metadata, core.c4_flashmla_metadata = (
+        sys.modules["flash_mla"].get_mla_metadata()[0] if is_cuda else None for _ in range(2)
+    )
     # the workspace of the prefill: all entries, then all rows of the window's cache
     entries = torch.where(core.c4_sparse_page_indices >= 0, core.c4_sparse_page_indices, -1)
     combined = torch.full((ROWS, 256), -1, dtype=torch.int32)
@@ -155,35 +168,77 @@ def check(module: ModuleType, mixin: type) -> None:
         self.forward_metadata = SimpleNamespace(
             core_attn_metadata=core, sparse_prefill_cache=prefill, late_layer_tail=None
         )
-        self._flash_mla_with_kvcache = None
-
-        def original(**call: Any) -> None:
-            raise AssertionError("the engine's kernel")
-
-        self._flash_mla_with_kvcache = original
+        self._flash_mla_with_kvcache = kernels.flash_mla_with_kvcache
 
     engines.__init__ = initialize
     module.is_cp_active = lambda forward_batch: False  # type: ignore[attr-defined]
     module.use_dsv4_q8kv8_sparse_prefill = lambda chosen: False  # type: ignore[attr-defined]
-    module.dequantize_k_cache_paged_dsv4 = gather  # type: ignore[attr-defined]
+    if not is_cuda:
+        module.dequantize_k_cache_paged_dsv4 = gather  # type: ignore[attr-defined]
     module.get_platform = lambda: SimpleNamespace(is_sm120=False, is_sm100=False)  # type: ignore[attr-defined]
     backend = kind()
-    q = torch.randn(ROWS, HEADS, 512, generator=generator).bfloat16()
-    key = torch.zeros(ROWS, 512).bfloat16()
+    q, key = draw(generator, ROWS, heads, 512).bfloat16(), torch.zeros(ROWS, 512).bfloat16()
     for ratio in (0, 4):
         found = []
-        for is_prefill in (False, True):
-            mode = SimpleNamespace(is_idle=lambda: False, is_extend_without_speculative=lambda value=is_prefill: value)
-            found.append(
-                backend._forward_attention(
-                    q, key, key, SimpleNamespace(layer_id=0, tp_q_head_num=HEADS), SimpleNamespace(forward_mode=mode),
-                    compress_ratio=ratio, save_kv_cache=False, attn_sink=torch.zeros(HEADS),
+        for own in (backend, engines()) if is_cuda else (backend,):
+            for is_prefill in (False, True):
+                mode = SimpleNamespace(
+                    is_idle=lambda: False, is_extend_without_speculative=lambda value=is_prefill: value
                 )
-            )  # fmt: skip
-        torch.testing.assert_close(found[0], found[1], atol=0.01, rtol=0.02)
-        assert found[0].shape == (ROWS, HEADS, 512)
+                found.append(
+                    own._forward_attention(
+                        q, key, key, SimpleNamespace(layer_id=0, tp_q_head_num=heads),
+                        SimpleNamespace(forward_mode=mode), compress_ratio=ratio, save_kv_cache=False,
+                        attn_sink=torch.zeros(heads),
+                    )
+                )  # fmt: skip
+        for other in found[1:]:
+            torch.testing.assert_close(found[0], other, atol=0.01, rtol=0.02)
+        assert found[0].shape == (ROWS, heads, 512)
         assert found[0].any()
+    check_indexer(backend)
+
+
+def check_indexer(backend: Any) -> None:
+    """The engine's own is what runs if another top-k than its kernel's is chosen."""
+    indexer = importlib.import_module("sglang.srt.layers.attention.dsv4.indexer")
+    kinds = importlib.import_module("sglang.srt.layers.attention.dsa.dsa_topk_backend").DSATopKBackend
+    metadata = importlib.import_module("sglang.srt.layers.attention.dsv4.metadata")
+    indexer.get_global_indexer_capturer = lambda: None  # type: ignore[attr-defined]
+    top_k, pages, g = 64, 3, torch.Generator().manual_seed(5)
+    cache = torch.zeros(pages, 64 * 132, dtype=torch.uint8)
+    cache[:, : 64 * 128] = draw(g, pages, 64 * 128).to(torch.float8_e4m3fn).view(torch.uint8)
+    cache[:, 64 * 128 :] = (draw(g, pages, 64).abs() + 0.5).view(torch.uint8)
+    prepared = draw(g, ROWS, 64, 128).to(torch.float8_e4m3fn), draw(g, ROWS, 64, 1)
+    core = backend.forward_metadata.core_attn_metadata
+    core.positions_casual = torch.arange(ROWS)
+    paged = metadata.PagedIndexerMetadata(
+        page_size=256, compressed_page_size=64, use_topk_v2=False,
+        page_table=torch.tensor([[2, 0, 1]], dtype=torch.int32).repeat(ROWS, 1),
+        compressed_seq_lens=torch.tensor([0, 5, 64, 100, 192], dtype=torch.int32),
+    )  # fmt: skip
+    backend.forward_metadata = SimpleNamespace(core_metadata=core, indexer_metadata=paged)
+    backend.token_to_kv_pool = SimpleNamespace(get_index_k_with_scale_buffer=lambda layer_id: cache)
+    backend._forward_prepare_normal = lambda **call: prepared
+    backend.debug_use_external_c4_sparse_indices = False
+    c4 = SimpleNamespace(layer_id=3, index_topk=top_k, use_fp4_indexer=False)
+    step = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True))
+    found = []
+    for has_entries in (False, True):
+        for kind in (kinds.TORCH, kinds.SGL_KERNEL):
+            backend.dsa_topk_backend = kind
+            core.c4_sparse_page_indices, entries = torch.full((2, ROWS, top_k), 7, dtype=torch.int32)
+            core.c4_sparse_raw_indices = entries if has_entries else None
+            backend.forward_c4_indexer(
+                x=torch.zeros(ROWS, 1), q_lora=torch.zeros(ROWS, 1), forward_batch=step, c4_indexer=c4,
+                alt_streams=None, enable_multi_stream=False, q_lora_ready=None, skip_compressor=False,
+            )  # fmt: skip
+            found.append([core.c4_sparse_page_indices, entries])
+    for theirs, ours in zip(found[::2], found[1::2], strict=True):
+        for one, other in zip(theirs, ours, strict=True):
+            assert torch.equal(one.sort().values, other.sort().values)
+    assert (found[3][1][:, 0] >= 0).tolist() == [False, True, True, True, True]
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -17,6 +17,7 @@ FLASHMLA = "vllm/models/deepseek_v4/nvidia/flashmla.py"
 COMPRESSOR = "vllm/models/deepseek_v4/compressor.py"
 INDEXER_OP = "vllm/model_executor/layers/sparse_attn_indexer.py"
 BACKEND = "sglang/srt/layers/attention/deepseek_v4_backend.py"
+C4_INDEXER = "sglang/srt/layers/attention/dsv4/indexer.py"
 
 SIGNATURES: dict[str, dict[str, dict[str, str]]] = {
     "vllm": {
@@ -73,6 +74,30 @@ SIGNATURES: dict[str, dict[str, dict[str, str]]] = {
                 "self, q, layer_id, compress_ratio, forward_batch, token_to_kv_pool, core_attn_metadata, attn_sink, "
                 "cos_sin_cache=None"
             ),
+            "DSV4AttnMetadata.positions": "self",
+            "DSV4Metadata.core_metadata": "self",
+        },
+        C4_INDEXER: {
+            "C4IndexerBackendMixin.forward_c4_indexer": (
+                "self, x, q_lora, c4_indexer, forward_batch, alt_streams=None, enable_multi_stream=False, "
+                "q_lora_ready=None, skip_compressor=False, q_lora_quant=None"
+            ),
+            "C4IndexerBackendMixin._forward_prepare_multi_stream": (
+                "self, x, q_lora, c4_indexer, positions, forward_batch, alt_streams=None, q_lora_ready=None"
+            ),
+            "C4IndexerBackendMixin._forward_prepare_normal": (
+                "self, x, q_lora, c4_indexer, positions, forward_batch, skip_compressor=False, q_lora_quant=None"
+            ),
+            "C4IndexerBackendMixin._get_nonpaged_indexer_plan": (
+                "self, *, c4_indexer, forward_batch, indexer_metadata, page_table, c4_seq_lens, query_rows"
+            ),
+            "C4IndexerBackendMixin._gather_nonpaged_index_k": "*, c4_indexer, token_to_kv_pool, plan",
+        },
+        "sglang/srt/layers/attention/dsv4/metadata.py": {"PagedIndexerMetadata.max_compressed_seq_len": "self"},
+        "sglang/srt/layers/attention/dsa/dsa_topk_backend.py": {"DSATopKBackend.is_sgl_kernel": "self"},
+        "sglang/srt/state_capturer/indexer_topk.py": {"get_global_indexer_capturer": ""},
+        "sglang/srt/mem_cache/deepseek_v4_memory_pool.py": {
+            "DeepSeekV4TokenToKVPool.get_index_k_with_scale_buffer": "self, layer_id",
         },
     },
 }
@@ -113,7 +138,17 @@ FIELDS: dict[str, dict[str, dict[str, set[str]]]] = {
             },
         },
     },
-    "sglang": {BACKEND: {"DeepseekV4AttnBackend": {"trtllm_attn", "mega_attn"}}},
+    "sglang": {
+        BACKEND: {
+            "DeepseekV4AttnBackend": {"trtllm_attn", "mega_attn"},
+            "DSV4AttnMetadata": {"c4_sparse_page_indices", "c4_sparse_raw_indices"},
+            "DSV4Metadata": {"indexer_metadata"},
+        },
+        "sglang/srt/layers/attention/dsv4/metadata.py": {
+            "PagedIndexerMetadata": {"page_table", "compressed_seq_lens", "compressed_page_size"},
+            "NonPagedIndexerPlan": {"ks", "max_seqlen_k"},
+        },
+    },
 }  # fmt: skip
 """Engine -> file -> class -> fields that are read here. Tests have metadata of these alone."""
 
@@ -147,7 +182,12 @@ ATTRIBUTES: dict[str, dict[str, dict[str, set[str]]]] = {
         BACKEND: {
             "DeepseekV4AttnBackend": {
                 "_flash_mla_with_kvcache", "_swa_interleaved", "is_dsv41", "token_to_kv_pool", "hisparse_coordinator",
+                "forward_metadata",
             },
+        },
+        C4_INDEXER: {
+            "C4Indexer": {"layer_id", "index_topk", "use_fp4_indexer"},
+            "C4IndexerBackendMixin": {"debug_use_external_c4_sparse_indices", "dsa_topk_backend"},
         },
     },
 }  # fmt: skip
@@ -170,6 +210,12 @@ KEYWORDS: dict[str, dict[str, dict[str, set[str]]]] = {
                 "extra_indices_in_kvcache", "extra_topk_length",
             },
             "flash_mla_sparse_fwd": {"q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length"},
+        },
+        C4_INDEXER: {
+            "attn_backend.forward_c4_indexer": {
+                "x", "q_lora", "forward_batch", "c4_indexer", "alt_streams", "enable_multi_stream", "q_lora_ready",
+                "skip_compressor", "**",
+            },
         },
     },
 }  # fmt: skip

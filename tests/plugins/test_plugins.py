@@ -21,8 +21,11 @@ from tests.plugins import seams
 ROOT = Path(__file__).parents[2]
 
 
+PROVEN = "decode", "norm"
+
+
 def plugin(version: str = "0.33.0") -> Plugin:
-    found = Plugin("vllm", ((0, 33), (0, 34)))
+    found = Plugin("vllm", ((0, 33), (0, 34)), proven=PROVEN, release=(0, 33, 0))
     found.version = lambda: version  # type: ignore[method-assign]
     return found
 
@@ -30,8 +33,8 @@ def plugin(version: str = "0.33.0") -> Plugin:
 @pytest.mark.parametrize(
     ("value", "parts"),
     [
-        (None, ()),
-        ("", ()),
+        (None, PROVEN),
+        ("", PROVEN),
         ("off", ()),
         ("force", ()),
         ("all", PARTS),
@@ -44,6 +47,35 @@ def test_the_variable_names_parts(value: str | None, parts: tuple[str, ...], mon
     if value is not None:
         monkeypatch.setenv(VARIABLE, value)
     assert plugin().requested() == set(parts)
+
+
+@pytest.mark.parametrize(
+    ("value", "capability", "reason"),
+    [
+        (None, (9, 0), ""),
+        (None, (10, 0), f"the GPU has compute capability 10.0 and {VARIABLE} asks for nothing"),
+        (None, None, f"there is no GPU and {VARIABLE} asks for nothing"),
+        ("decode", (10, 0), ""),
+        ("all", None, ""),
+    ],
+)
+def test_by_default_only_gpus_that_parts_have_run_on(
+    value: str | None, capability: tuple[int, int] | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(VARIABLE, value)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: capability is not None)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    found = plugin()
+    assert found.requested()
+    assert found.unproven() == reason
+
+
+def test_an_engine_that_is_not_installed(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "all")
+    assert not Plugin("no-such-engine", ((0, 33), (0, 34))).requested()
+    assert "no-such-engine is unknown, known is 0.33 to below 0.34" in caplog.text
 
 
 def test_a_part_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,12 +101,24 @@ def test_other_versions_are_left_alone(
     assert found.requested() == set(PARTS)
 
 
+@pytest.mark.parametrize(
+    ("version", "proven"), [("0.33.0", True), ("0.33.0+cu130", True), ("0.33.1", False), ("0.32.9", False)]
+)
+def test_by_default_only_the_release_that_parts_have_run_with(
+    version: str, proven: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    caplog.set_level("INFO")
+    assert plugin(version).requested() == (set(PROVEN) if proven else set())
+    assert ("0.33.0 has run with its parts" in caplog.text) == (not proven)
+
+
 def test_numbers_of_versions() -> None:
     assert numbers("0.5.23.post1") == (0, 5, 23)
     assert numbers("unknown") == ()
 
 
-def test_reasons_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_reasons_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     found = plugin()
     with caplog.at_level(logging.INFO, "vllm.cute_kernels"):
         for _ in range(2):
@@ -84,6 +128,10 @@ def test_reasons_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         "cute_kernels: decode: the engine's own, as it rains",
         "cute_kernels: in use in vllm 0.33.0: all",
     ]
+    monkeypatch.setenv(VARIABLE, "all")
+    found.requested()
+    found.fall_back("norm", "it snows")
+    assert [record.levelno for record in caplog.records] == [logging.INFO, logging.INFO, logging.WARNING]
 
 
 def test_a_patch_waits_for_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +171,7 @@ def test_a_seam_that_is_gone_leaves_the_engine_alone(caplog: pytest.LogCaptureFi
 
 
 def test_entry_points_register_without_an_engine() -> None:
-    """By default they do nothing, and they import neither an engine nor a compiler."""
+    """They import neither an engine nor a compiler."""
     tables = r'^\[project\.entry-points\."([\w.]+)"\]\ncute_kernels = "([\w.:]+)"$'
     named = dict(re.findall(tables, (ROOT / "pyproject.toml").read_text(), re.M))
     assert set(named) == {"vllm.general_plugins", "sglang.srt.plugins"}

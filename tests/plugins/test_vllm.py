@@ -22,7 +22,7 @@ from cute_kernels.plugins import PARTS, Plugin
 from cute_kernels.plugins import vllm as plugin
 from tests.helpers import bits, generator
 from tests.plugins import fake_vllm, seams
-from tests.plugins.fake_vllm import DECODES, HEADS, PREFIX, TOKENS, TOP_K, Step, draw, metadata, mixed
+from tests.plugins.fake_vllm import DECODES, HEADS, MAX_LEN, PREFIX, TOKENS, TOP_K, Step, draw, metadata, mixed
 
 ALL = frozenset(PARTS)
 RATIOS = [1, 4, 128]
@@ -83,6 +83,9 @@ def test_methods_have_the_engines_arguments() -> None:
 def test_both_forms_of_prefill_and_decode_agree(ratio: int, step: type[Step], monkeypatch: pytest.MonkeyPatch) -> None:
     layer, g = make_layer(ratio), generator(ratio)
     assert (layer.padded_heads, layer.attn_sink.shape[0]) == (HEADS, HEADS)
+    empty = torch.empty(4, HEADS, 512, dtype=torch.bfloat16)
+    layer.forward_mqa(empty, None, None, empty)
+    step.is_locked = True
     positions = torch.arange(TOKENS)
     step.metadata = metadata(layer, decodes=False)
     q = layer._fused_qnorm_rope_kv_insert(
@@ -132,16 +135,42 @@ def test_both_forms_of_prefill_and_decode_agree(ratio: int, step: type[Step], mo
         assert torch.equal(bits(again), bits(decoded))
 
 
-def test_a_dummy_run_reserves_what_steps_take(step: type[Step], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "sparse_mla_decode_workspace_size", lambda *a, **k: 4096)
-    layer = make_layer(128)
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_a_dummy_run_reserves_what_the_engines_does(ratio: int, step: type[Step]) -> None:
+    layer = make_layer(ratio)
     out = torch.full((4, HEADS, 512), torch.nan, dtype=torch.bfloat16)
     layer.forward_mqa(out, None, None, out)
-    assert step.reserved == 4096
+    assert step.reserved == fake_vllm.nbytes(layer.gathered())
     assert not out.any()
-    layer.compressor(None, None, None)
     queries = torch.ones(1)
     assert layer._fused_qnorm_rope_kv_insert(queries, None, None, None) == "the engine's insert"
+    if layer.compressor is not None:
+        layer.compressor(None, None, None)
+    if layer.indexer is not None:
+        step.reserved = 0
+        assert layer.indexer.indexer_op.forward_cuda(None, None, None, None) == "the engine's indexer"
+        assert step.reserved == fake_vllm.nbytes(layer.indexer.indexer_op.gathered())
+
+
+def test_decode_splits_rows_in_the_engines_memory(step: type[Step], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it is large enough: else the op allocates."""
+    layer = make_layer(128)
+    q, indices = torch.zeros(3, HEADS, 512), torch.zeros(3, 1, 192)
+    reserved = fake_vllm.nbytes(layer.gathered()[:1])
+    for needed, found in ((0, None), (4096, reserved), (reserved, reserved), (reserved + 1, None)):
+        sizes = {(3, 1, HEADS, 192, 0): needed}
+        monkeypatch.setattr(plugin, "sparse_mla_decode_workspace_size", lambda *shape, sizes=sizes, **_: sizes[shape])
+        memory = layer._decode_workspace(q, indices, None)
+        assert (None if memory is None else memory.numel()) == found
+
+
+@pytest.mark.parametrize("space", ["ample", "scarce"])
+def test_scores_lie_behind_the_keys_or_are_allocated(space: str, step: type[Step]) -> None:
+    op = make_layer(4).indexer.indexer_op
+    free = op._key_workspace()[: None if space == "ample" else 64]
+    memory = op._score_memory(free, 5, MAX_LEN // 4)
+    assert (memory.data_ptr() == free.data_ptr()) == (space == "ample")
+    assert memory.numel() >= 5 * 1024
 
 
 @pytest.mark.parametrize(("ratio", "whole"), [(4, True), (128, True), (128, False)])
@@ -180,6 +209,8 @@ def test_a_compressor_stores_what_two_ops_store(ratio: int, whole: bool, step: t
 def test_the_indexers_prefill_and_decode_agree(step: type[Step]) -> None:
     layer, g = make_layer(4), generator(2)
     indexer, positions = layer.indexer, torch.arange(TOKENS)
+    indexer.indexer_op.forward_cuda(None, None, None, None)
+    step.is_locked = True
     step.metadata = metadata(layer, decodes=False)
     indexer.compressor(draw(g, TOKENS, 512), positions, layer.rotary_emb)
     raw = draw(g, TOKENS, 64, 128).bfloat16()
@@ -260,6 +291,7 @@ def test_norm_and_output(step: type[Step]) -> None:
 
 def test_what_is_not_served_is_the_engines(step: type[Step], caplog: pytest.LogCaptureFixture) -> None:
     layer = make_layer(4)
+    plugin.PLUGIN.is_asked = True
     op, indexer = layer.indexer.indexer_op, layer.indexer
     step.metadata = metadata(layer, decodes=True)
     of_layer = step.metadata[indexer.k_cache.prefix]

@@ -123,7 +123,7 @@ def test_verify_runs_layers_when_asked(
         "cute_kernels.layers.verify.verify_layer",
     ]
     assert set(no_compiler) == set(layers_verify.keys("sm_90a"))
-    assert {"layer SWA", "layer C4A", "layer C128A"} <= {v["name"] for v in json.loads(out)["verdicts"]}
+    assert {"layer SWA", "layer C4A", "layer C128A", "layers V4.1"} <= {v["name"] for v in json.loads(out)["verdicts"]}
     monkeypatch.setattr(cli_verify.importlib.util, "find_spec", lambda name: None)
     status, _, err = run(capsys, "verify", "--layers", "--op", "mqa_logits")
     assert status == 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from layers import DeepseekV41Config, random_v41_layer_tensors
+from layers import DeepseekV41Config, random_v41_draft_context_tensors, random_v41_layer_tensors
 from layers.v41_config import V41_PRESETS
 from tests.scripts.runs import status
 
@@ -27,23 +27,27 @@ TINY = {
         "index_n_heads": 2,
         "index_topk": 4,
         "sliding_window": 16,
-        "compress_ratios": [0, 2, 2, 1, 1, 1, 1],
+        "compress_ratios": [0, 2, 2, 1, 1, 1, 1, 0, 0],
         "kv_source_layer_ids": [1, 3],
         "index_source_layer_ids": [1, 3, 5],
         "candidate_source_layer_id": 3,
         "candidate_topk_blocks": 2,
+        "dspark_target_layer_ids": [4, 6],
         "max_position_embeddings": 500,
     },
 }
 SHORT = ("--prefill", "30", "--decode", "3", "--batch", "2", "--draft", "3", "--chunk", "25")
 
 
-def write_checkpoint(directory: Path, layers: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6)) -> Path:
+def write_checkpoint(directory: Path, layers: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7, 8)) -> Path:
     config = DeepseekV41Config.from_dict(TINY)
     tensors: dict[str, torch.Tensor] = {}
     for index in layers:
         for name, tensor in random_v41_layer_tensors(config, index).items():
-            tensors[f"layers.{index}.attn.{name}"] = tensor
+            tensors[f"layers.{index}.attn.{name}" if index < 7 else f"mtp.{index - 7}.attn.{name}"] = tensor
+    if 7 in layers:
+        context = random_v41_draft_context_tensors(config)
+        tensors |= {f"mtp.0.main_{name}": tensor for name, tensor in context.items()}
     (directory / "config.json").write_text(json.dumps(TINY))
     save_file(tensors, directory / "model.safetensors")
     return directory
@@ -66,6 +70,7 @@ def test_a_checkpoint(index_cache: str, tmp_path: Path, capsys: pytest.CaptureFi
         (3, "source, ratio 1"),
         (4, "consumer, ratio 1"),
         (5, "index source, ratio 1"),
+        (7, "draft"),
     ]
     by_layer: dict[int, dict[str, Any]] = {layer["layer"]: layer for layer in written["layers"]}
     rows = sum(r["prefill"] + sum(r["decode"]) for r in written["requests"])
@@ -78,6 +83,8 @@ def test_a_checkpoint(index_cache: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert "select_candidate_blocks" in ops[3]
     assert {"mqa_logits", "score_candidates_decode"} <= ops[5]
     assert not {"compress_latent", "mqa_logits", "score_top_k_prefill"} & (ops[0] | ops[2] | ops[4])
+    assert {"linear main_proj", "mtp_shared_head_rmsnorm", "sparse_mla_decode"} <= ops[7]
+    assert "sparse_mla_prefill" not in ops[7]
     assert "FP8 weights are expanded to bf16, exactly" in out
 
 
@@ -97,7 +104,7 @@ def test_a_layer_runs_with_those_that_it_needs(tmp_path: Path, capsys: pytest.Ca
         (("--index-hadamard",), "--index-hadamard"),
         (("--prefill-form", "paged"), "--prefill-form"),
         (("--layer", "0", "--dump", "x.npz"), "--dump"),
-        (("--layer", "7"), "--layer"),
+        (("--layer", "9"), "--layer"),
     ],
 )
 def test_what_it_does_not_take(flags: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,4 +118,4 @@ def test_the_reduced_width_reduces_what_selects() -> None:
     published, small = V41_PRESETS["v4.1-flash"], V41_PRESETS["v4.1-flash"].reduced()
     assert small.index_topk < published.index_topk
     assert small.candidate_topk_blocks * small.candidate_block_size < 400
-    assert small.num_hidden_layers == len(small.compress_ratios) == 7
+    assert small.num_hidden_layers == len(small.compress_ratios) - 2 == 7

@@ -17,8 +17,8 @@ from tests.helpers import check_op
 from tests.sparse_mla import model
 from tests.sparse_mla.model import BF16, FP8, INT_MAX, INT_MIN, SCALE, Pool
 
-NOT_QUANTIZED = (None, 0.0, None, None, None)
-"""positions, cos_sin_cache and out_scale of a call without output_quant."""
+NOT_QUANTIZED = (0, None, 0.0, None, None, None)
+"""constant_lists, q_squares, q_norm_eps, positions, cos_sin_cache and out_scale of a call without output_quant."""
 
 
 def expect(q, rows_of, scale=SCALE, sink=None):
@@ -512,7 +512,15 @@ def test_pages_lie_any_distance_apart(more):
     ],
 )
 def test_bad_arguments(changes, argument, error):
-    args = arguments(**changes)
+    refused(arguments(**changes), argument, error)
+
+
+@pytest.mark.parametrize(("value", "error"), [(3, ValueError), (-1, ValueError), (0.5, TypeError)])
+def test_constant_lists_are_a_number_of_lists(value, error):
+    refused(arguments() | {"constant_lists": value}, "constant_lists", error)
+
+
+def refused(args, argument, error):
     with pytest.raises(error, match=rf"^sparse_mla_decode: {argument}: expected "):
         sparse_mla_decode(
             **{k: v for k, v in args.items() if k not in ("q", "k_cache", "indices")},

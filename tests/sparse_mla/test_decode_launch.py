@@ -47,7 +47,8 @@ class Launches:
         combine._key.cache_clear()
 
     def keep(self, key: Any, device_index: Any, *args: Any) -> None:
-        self.decodes.append((key, dict(zip(NAMES, args, strict=True))))
+        names = (*NAMES, "constant_lists") if key.takes_constant_lists else NAMES
+        self.decodes.append((key, dict(zip(names, args, strict=True))))
 
     def run(self, **changes: Any) -> dict[str, Any]:
         args = arguments(**{"extra_k_cache": arguments(kv_format=FP8)["k_cache"], "extra_kv_format": FP8, **changes})
@@ -227,6 +228,7 @@ def test_records_of_v41(gpu: Launches) -> None:
     wide = torch.zeros(2, 3, 8, 512, dtype=torch.bfloat16)
     partial = torch.zeros(2, 1, 8, 512)
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    table = {"extra_block_table": torch.zeros(2, 3, dtype=torch.int32), "extra_length": torch.zeros(2, 1).int()}
     for call, kind, heads in (
         (v41(8), DecodeKey, 16),
         (v41(8, tokens=40), DecodeSwapAbKey, 8),
@@ -236,6 +238,7 @@ def test_records_of_v41(gpu: Launches) -> None:
         (v41(8, num_splits=2, workspace=memory), DecodeKey, 16),
         (v41(8, split_tokens=64, workspace=memory), DecodeKey, 16),
         (v41(8, out=partial, **one), DecodeKey, 16),
+        ({**v41(8, **one), **DENSE, **table}, DecodeSwapAbKey, 8),
         (v41(17), DecodeKey, 32),
         (v41(64, formats.MXFP8_V41), DecodeKey, 64),
     ):
@@ -248,13 +251,10 @@ def test_records_of_v41(gpu: Launches) -> None:
 
 
 def test_records_of_v41_have_kernels_on_hopper_alone(gpu: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {"extra_block_table": torch.zeros(2, 3, dtype=torch.int32), "extra_length": torch.zeros(2, 1).int()}
-    dense = {**v41(8), **DENSE, **table}
-    beside_bf16 = v41(64, formats.PLAIN_BF16)
-    for call, why in ((dense, "with extra_block_table"), (beside_bf16, "plain_bf16/1 and nvfp4_v41/1")):
-        found = launch.why_not_decode(DecodeCall(*arguments(**call).values()))
-        assert "supported on sm_90a, beside fp8_ds_mla/1 or each other, with extra_indices; got sm_90a" in found
-        assert found.endswith(why)
+    found = launch.why_not_decode(DecodeCall(*arguments(**v41(64, formats.PLAIN_BF16)).values()))
+    assert found.endswith(
+        "supported on sm_90a, beside fp8_ds_mla/1 or each other; got sm_90a with plain_bf16/1 and nvfp4_v41/1"
+    )
     monkeypatch.setattr(select, "arch_of", lambda index: "sm_100a")
     assert "got sm_100a" in launch.why_not_decode(DecodeCall(*arguments(**v41(64)).values()))
     with pytest.raises(ValueError, match="kv_format: expected one of"):

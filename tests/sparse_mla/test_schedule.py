@@ -88,6 +88,18 @@ def test_a_workspace_holds_what_smaller_calls_choose(rows, more, heads, tiles, m
     assert not schedule.goes_through_workspace(parts, split_tokens) or parts * rows * heads * (512 * 4 + 4) <= room
 
 
+@given(
+    rows=st.integers(1, 300), heads=st.integers(1, 128), tiles=st.integers(1, 200), times=st.sampled_from((0.5, 1, 2))
+)
+def test_an_allocated_workspace_changes_no_choice(rows, heads, tiles, times):
+    size, at_once = schedule.split_bytes(rows, heads, tiles, SMS), int(SMS * times)
+    shape = rows, schedule.head_groups(heads), tiles, at_once, schedule.heads_of_group(heads)
+    assert schedule.choose_splits(*shape, size // (rows * heads * schedule.SPLIT_BYTES)) == schedule.choose_splits(
+        *shape
+    )
+    assert size <= rows * heads * schedule.SPLIT_BYTES * schedule.split_limit(*shape[:3], 2 * SMS)
+
+
 def test_workspace_size():
     size = sparse_mla_decode_workspace_size
     part = 512 * 4 + 4

@@ -183,6 +183,11 @@ def reciprocal(a: Any) -> Any:
     return inline_ptx("rcp.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Float32(a)])
 
 
+def reciprocal_normal(a: Any) -> Any:
+    """sm_70 and up. As reciprocal, of what is neither subnormal nor above 2^126."""
+    return inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Float32(a)])
+
+
 def reciprocal_rn(a: Any) -> Any:
     """sm_70 and up. 1 / a, nearest even."""
     return inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[Float32(a)])

@@ -23,6 +23,9 @@ READ_ONCE = 0x12F0000000000000
 READ_AGAIN = 0x1000000000000000
 """Policy of L2 for any other data: what accesses without a policy have."""
 
+READ_SOON = 0x14F0000000000000
+"""Policy of L2 for a little data that the next kernel reads: it stays while other data comes and goes."""
+
 
 def copy_async_32(shared: Any, source: Any, predicate: Any = None) -> None:
     """sm_80 and up. 4 bytes from global to shared memory, asynchronously; both addresses 4-byte aligned. Where there is

@@ -82,11 +82,11 @@ def load_global_128_cached_in_order(address: Any) -> tuple[Any, Any, Any, Any]:
     )
 
 
-def load_global_64_in_order(address: Any) -> tuple[Any, Any]:
-    """sm_70 and up. 8 bytes that are read once, 8-byte aligned."""
-    return inline_ptx(
-        _in_order("v2.b32 {{$w0}, {$w1}}"), write_only_types=[Int32, Int32], read_only_args=[Int64(address)]
-    )
+def load_global_64_in_order(address: Any, is_shared: bool = False) -> tuple[Any, Any]:
+    """sm_70 and up. 8 bytes, 8-byte aligned; is_shared: other threads of the SM read them too, and they may come from
+    L1."""
+    load = _in_order("v2.b32 {{$w0}, {$w1}}", is_shared=is_shared)
+    return inline_ptx(load, write_only_types=[Int32, Int32], read_only_args=[Int64(address)])
 
 
 def load_global_s64_in_order(address: Any, is_shared: bool = False) -> Any:
@@ -251,6 +251,12 @@ def store_global_8(address: Any, word: Any, predicate: Any = None) -> None:
     inline_ptx("st.global.b8 [{$r0}], {$r1};", read_only_args=[Int64(address), Int32(word)], predicate=predicate)
 
 
-def store_global_f32(address: Any, value: Any, predicate: Any = None) -> None:
-    """sm_70 and up. An fp32; where there is a predicate and it is false, nothing happens."""
-    inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[Int64(address), Float32(value)], predicate=predicate)
+def store_global_f32(address: Any, value: Any, predicate: Any = None, policy: Any = None) -> None:
+    """sm_70 and up, with a policy of L2 sm_80 and up. An fp32; where there is a predicate and it is false, nothing
+    happens."""
+    hint, last = ("", "") if policy is None else (".L2::cache_hint", ", {$r2}")
+    inline_ptx(
+        f"st.global{hint}.f32 [{{$r0}}], {{$r1}}{last};",
+        read_only_args=[Int64(address), Float32(value), *([] if policy is None else [Int64(policy)])],
+        predicate=predicate,
+    )

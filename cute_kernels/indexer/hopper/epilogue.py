@@ -44,8 +44,9 @@ class RowState(NamedTuple):
 class Epilogue:
     """The epilogue of one thread.
 
-    own   which of a tile's keys is its
-    out   address of the scores; out_stride in bytes
+    own      which of a tile's keys is its
+    out      address of the scores; out_stride in bytes
+    policy   of L2 for the scores, if it is not the usual one
     """
 
     config: Any
@@ -57,6 +58,7 @@ class Epilogue:
     out_stride: Any
     lane: Any
     own: Any
+    policy: Any = None
 
     @property
     def rows(self) -> int:
@@ -135,7 +137,7 @@ class Epilogue:
             is_seen = (key >= firsts[row]) & (key < stops[row])
             if const_expr(is_wanted is not None):
                 is_seen = is_seen & is_wanted[i]
-            ptx.store_global_f32(targets[row] + Int64(key) * 4, score, is_seen)
+            ptx.store_global_f32(targets[row] + Int64(key) * 4, score, is_seen, self.policy)
 
     @cute.jit
     def add_heads(self, index: cutlass.Constexpr, products: cute.Tensor, weights: cute.Tensor) -> Any:

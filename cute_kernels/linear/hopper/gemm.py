@@ -111,7 +111,7 @@ class GemmKey(KernelKey):
     operands     "e4m3" (with scales) or "bf16", which has one wave, no lag and no squares
     output       "bf16", "fp32" or "e4m3" (with a scale for each row and 128 columns)
     rows         of a work tile: 64 * warpgroups * waves
-    columns      of a work tile: 32, 64 or 128, so that they share a scale; 128 for an e4m3 result
+    columns      of a work tile: 32, 64 or 128, so that they share a scale; 96 of bf16 operands; 128 for an e4m3 result
     warpgroups   that multiply: 1 to 3
     stages       of the ring
     depth        chunks whose products a warpgroup has under way together; 1 with several waves
@@ -273,27 +273,57 @@ class Scales(NamedTuple):
         return [cute.arch.shuffle_sync(self.factors[i], number, mask_and_clamp=WITHIN_QUAD) for i in range(count)]
 
 
-class TileScheduler(NamedTuple):
-    """The work tiles of a CTA: numbers first, first + step ... below `end`, by rows within a band, then columns, then
-    bands, then groups; and its chunks of K."""
+class TileGrid(NamedTuple):
+    """The work tiles of a call, counted by rows within a band of tiles, then columns, then bands, then groups. Made on
+    the host, whose divisors take a CTA a few instructions each, not a division.
 
-    first: Any
-    end: Any
-    step: Any
+    count       of all of them
+    row_tiles   of a group
+    group       how many a group has
+    band        how many a band has that is whole
+    last_band   rows of tiles of the last band
+    """
+
+    count: Any
     row_tiles: Any
-    column_tiles: Any
+    group: Any
     band: Any
+    last_band: Any
+
+    @classmethod
+    def of(cls, out: Any, rows: int, columns: int) -> TileGrid:
+        """Of results [rows, groups, columns]. On the host's side of the launch."""
+        divisor, height = cute.fast_divmod_create_divisor_v2, BAND_ROWS // rows
+        row_tiles, column_tiles = cute.ceil_div(length(out, 0), rows), cute.ceil_div(length(out, 2), columns)
+        per_group = row_tiles * column_tiles
+        return cls(
+            length(out, 1) * per_group,
+            row_tiles,
+            divisor(per_group),
+            divisor(height * column_tiles),
+            divisor((row_tiles - 1) % height + 1),
+        )
+
+    @cute.jit
+    def coords(self, number: Any, rows: cutlass.Constexpr) -> tuple[Any, Any, Any]:
+        """Group, tile of so many rows and tile of columns."""
+        height = const_expr(BAND_ROWS // rows)
+        group, number = divmod(number, self.group)
+        band, number = divmod(number, self.band)
+        column, row = divmod(number, self.last_band)
+        if (band + 1) * height <= self.row_tiles:
+            column, row = number // height, number % height
+        return group, band * height + row, column
+
+
+class TileScheduler(NamedTuple):
+    """The work tiles of a CTA: of `tiles` numbers first, first + step ... below the end; and its chunks of K."""
+
+    tiles: TileGrid
+    first: Any
+    step: Any
     first_chunk: Any
     chunks: Any
-
-    def coords(self, number: Any) -> tuple[Any, Any, Any]:
-        """Group, tile of rows and tile of columns."""
-        tiles = self.row_tiles * self.column_tiles
-        group, number = number // tiles, number % tiles
-        first_row = number // (self.band * self.column_tiles) * self.band
-        height = cutlass.min(self.row_tiles - first_row, self.band)
-        number -= first_row * self.column_tiles
-        return group, first_row + number % height, number // height
 
 
 class GemmKernel:
@@ -346,8 +376,8 @@ class GemmKernel:
             Strided.of(out),
             *result_scale,
             length(out, 0),
-            length(out, 1),
             length(out, 2),
+            TileGrid.of(out, self.rows, self.columns),
             cute.ceil_div(length(a, 2), self.chunk),
             Int32(use_pdl),
             squares,
@@ -355,7 +385,8 @@ class GemmKernel:
         kernel.launch(
             grid=[ctas, 1, 1],
             block=[self.key.threads, 1, 1],
-            cluster=[self.splits, 1, 1],
+            # a cluster of one CTA takes longer to start than none
+            cluster=[self.splits, 1, 1] if const_expr(self.splits > 1) else None,
             min_blocks_per_mp=self.key.ctas_per_multiprocessor,
             preferred_smem_carveout=100,
             stream=stream,
@@ -412,21 +443,21 @@ class GemmKernel:
     @cute.jit
     def produce(self, work: Any, ring: Any, a: Any, b: Any, is_dependent: Any) -> None:
         """Fill the ring with the chunks of all work tiles. By one warp."""
-        tile = work.coords(work.first)
+        tile = work.tiles.coords(work.first, self.rows)
         # b is a constant operand: a dependent's is on its way before the kernel ahead has ended. Where there is none to
         # wait for, chunks come one after the other: the first one's rows would queue behind all of b
         ahead = cutlass.min(work.chunks, Int32(self.stages) if is_dependent != 0 else Int32(1))
-        if work.first < work.end:
+        if work.first < work.tiles.count:
             for chunk in cutlass.range(ahead, unroll=1):
                 self.load_b(b, tile, work.first_chunk + chunk, chunk, ring.full(chunk))
         cute.arch.griddepcontrol_wait()
-        if work.first < work.end:
+        if work.first < work.tiles.count:
             for chunk in cutlass.range(ahead, unroll=1):
                 self.load_a(a, tile, work.first_chunk + chunk, chunk, ring.full(chunk))
         stage, phase = ahead % self.stages, ahead // self.stages
         first_chunk = ahead
-        for number in cutlass.range(work.first, work.end, work.step, unroll=1):
-            tile = work.coords(number)
+        for number in cutlass.range(work.first, work.tiles.count, work.step, unroll=1):
+            tile = work.tiles.coords(number, self.rows)
             for chunk in cutlass.range(first_chunk, work.chunks, 1, unroll=1):
                 ring.wait_empty(stage, phase)
                 full = ring.full(stage)
@@ -464,17 +495,16 @@ class GemmKernel:
             ring.wait_full(stage, phase)
         whole = work.chunks // SCALED_CHUNKS * SCALED_CHUNKS
         for first in cutlass.range(0, whole, SCALED_CHUNKS, unroll=1):
-            scales.advance(work, first)
             chunks = [(first + number, Int32(number)) for number in range(SCALED_CHUNKS)]
             stage, phase = self.add_chunks(
-                mma, ring, operands, scales, totals, products, (stage, phase), chunks, work.chunks, late
+                mma, ring, operands, scales, totals, products, (stage, phase), chunks, work, late
             )
         if whole < work.chunks:
             scales.advance(work, whole)
             for chunk in cutlass.range(whole, work.chunks, 1, unroll=1):
                 chunks = [(chunk, chunk - whole)]
                 stage, phase = self.add_chunks(
-                    mma, ring, operands, scales, totals, products[:1], (stage, phase), chunks, work.chunks, late
+                    mma, ring, operands, scales, totals, products[:1], (stage, phase), chunks, work, late
                 )
         return stage, phase
 
@@ -520,14 +550,13 @@ class GemmKernel:
         products: Any,
         place: Any,
         chunks: Any,
-        end: Any,
+        work: Any,
         late: Any,
     ) -> tuple[Any, Any]:
         """Add chunks to the totals: as many as there are `products` are under way together. Their first one has been
         waited for, and in the end so has the one behind them.
 
         chunks   of each its number, and which of four it is
-        end      behind the last chunk of the work tile
         """
         thread = cute.arch.thread_idx()[0]
         lane = thread % WARP
@@ -544,6 +573,9 @@ class GemmKernel:
                 ring.wait_full(stage, phase)
             sums = products[i % depth]
             wgmma.multiply(*mma, sums, consumer, a, b, stage * self.waves, stage)
+            if const_expr(i == 0 and len(chunks) == SCALED_CHUNKS):
+                # the scales are waited for while there is a product under way
+                scales.advance(work, chunk)
             factors = scales.of_chunk(number)
             for wave in range_constexpr(1, self.waves):
                 wgmma.wait(0)
@@ -557,7 +589,7 @@ class GemmKernel:
                 used, sums, factors = under_way.pop(0)
                 # the next chunk is waited for while there is a product under way
                 is_alone = const_expr(len(under_way) == 0)
-                if const_expr(is_alone and not is_last) or (const_expr(is_alone) and chunk + 1 < end):
+                if const_expr(is_alone and not is_last) or (const_expr(is_alone) and chunk + 1 < work.chunks):
                     ring.wait_full(stage, phase)
                 wgmma.wait(len(under_way))
                 self.release(ring, used, lane)
@@ -745,8 +777,8 @@ class GemmKernel:
         scale_row: Int64,
         padded_rows: Int32,
         rows: Int32,
-        groups: Int32,
         columns: Int32,
+        tiles: TileGrid,
         chunks: Int32,
         is_dependent: Int32,
         squares: Any,
@@ -795,18 +827,9 @@ class GemmKernel:
             cute.arch.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_launch_dependents()
 
-        row_tiles, column_tiles = cute.ceil_div(rows, self.rows), cute.ceil_div(columns, self.columns)
         first_chunk = rank * chunks // self.splits
-        work = TileScheduler(
-            cta // self.splits,
-            groups * row_tiles * column_tiles,
-            ctas // self.splits,
-            row_tiles,
-            column_tiles,
-            BAND_ROWS // self.rows,
-            first_chunk,
-            (rank + 1) * chunks // self.splits - first_chunk,
-        )
+        end_chunk = (rank + 1) * chunks // self.splits
+        work = TileScheduler(tiles, cta // self.splits, ctas // self.splits, first_chunk, end_chunk - first_chunk)
         wgmma.accumulate(mma_more)
         if warp >= self.warpgroups * 4:
             if const_expr(self.warpgroups > 1):
@@ -829,25 +852,25 @@ class GemmKernel:
             late = Int32(-1)
             if const_expr(self.key.lag > 0):
                 # a single work tile has none behind it to multiply while its results are stored
-                has_more = work.first + work.step < work.end
+                has_more = work.first + work.step < work.tiles.count
                 if has_more and consumer == 0:
                     late = cutlass.min(Int32(self.key.lag), work.chunks // self.depth - 1)
                 elif has_more:
                     cute.arch.barrier(barrier_id=START, number_of_threads=2 * wgmma.WARPGROUP)
             scales: Any = None
             own_row = thread // WARP * 16 + lane // 4
-            tile = work.coords(work.first)
+            tile = work.tiles.coords(work.first, self.rows)
             if const_expr(self.is_fp8):
                 scales = Scales.of_rows(a_scale, b_scale, 2 * self.waves)
                 cute.arch.griddepcontrol_wait()
-                if work.chunks > 0 and work.first < work.end:
+                if work.chunks > 0 and work.first < work.tiles.count:
                     self.start_scales(scales, work, tile, own_row, rows, columns)
-            for number in cutlass.range(work.first, work.end, work.step, unroll=1):
-                following = work.coords(number + work.step)
+            for number in cutlass.range(work.first, work.tiles.count, work.step, unroll=1):
+                following = work.tiles.coords(number + work.step, self.rows)
                 if const_expr(self.is_fp8):
                     place = self.consume((mma, mma_more), ring, operands, scales, totals, place, work, late)
                     late = Int32(-1)
-                    if work.chunks > 0 and number + work.step < work.end:
+                    if work.chunks > 0 and number + work.step < work.tiles.count:
                         self.start_scales(scales, work, following, own_row, rows, columns)
                 else:
                     place = self.consume_bf16((mma, mma_more), ring, operands, totals[0], place, work.chunks)

@@ -164,7 +164,8 @@ class SwapAbKey(KernelKey):
 
 
 class TileScheduler(NamedTuple):
-    """The work tiles of a cluster: numbers first, first + step ... below `end`; and its CTA's split of K."""
+    """The work tiles of a cluster: numbers first, first + step ... below `end`; and its CTA's split of K. Step and
+    tiles are divisors, made on the host."""
 
     first: Any
     end: Any
@@ -177,14 +178,14 @@ class TileScheduler(NamedTuple):
     @property
     def count(self) -> Any:
         """Work tiles of the cluster."""
-        return (self.end - self.first + self.step - 1) // self.step
+        return (self.end - self.first + self.step.divisor - 1) // self.step
 
     def coords(self, index: Any) -> tuple[Any, Any, Any]:
         """Group, tile of outputs and tile of tokens of the cluster's work tile `index`. CTAs that run together have
         the same weights where there are several tiles of tokens."""
-        number = self.first + index * self.step
-        line = number // self.token_tiles
-        return line // self.output_tiles, line % self.output_tiles, number % self.token_tiles
+        line, token_tile = divmod(self.first + index * self.step.divisor, self.token_tiles)
+        group, output_tile = divmod(line, self.output_tiles)
+        return group, output_tile, token_tile
 
 
 class SwapAbKernel:
@@ -224,6 +225,8 @@ class SwapAbKernel:
         result_scale = (Int64(0), Int64(0), Int32(0))
         if const_expr(self.key.output == "e4m3"):
             result_scale = (address(out_scale), stride_bytes(out_scale, 0), length(out_scale, 1))
+        output_tiles = cute.ceil_div(length(out, 2), self.outputs)
+        token_tiles = cute.ceil_div(length(out, 0), self.tokens)
         kernel = self.kernel(
             *self.tma_atoms(a, b),
             *(wgmma.make_mma(self.operand, self.warpgroups, self.tokens) for _ in range(2)),
@@ -231,14 +234,15 @@ class SwapAbKernel:
             Strided.of(out),
             *result_scale,
             length(out, 0),
-            length(out, 1),
             length(out, 2),
+            length(out, 1) * output_tiles * token_tiles,
+            *(cute.fast_divmod_create_divisor_v2(number) for number in (clusters, output_tiles, token_tiles)),
             cute.ceil_div(length(a, 2), self.chunk),
         )
         kernel.launch(
             grid=[clusters * self.splits, 1, 1],
             block=[THREADS, 1, 1],
-            cluster=[self.splits, 1, 1],
+            cluster=[self.splits, 1, 1] if const_expr(self.splits > 1) else None,
             stream=stream,
             use_pdl=use_pdl,
         )
@@ -565,19 +569,21 @@ class SwapAbKernel:
         scale_row: Int64,
         padded_tokens: Int32,
         tokens: Int32,
-        groups: Int32,
         outputs: Int32,
+        tiles: Int32,
+        clusters: cute.FastDivmodDivisorV2,
+        output_tiles: cute.FastDivmodDivisorV2,
+        token_tile_count: cute.FastDivmodDivisorV2,
         chunks: Int32,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(thread // WARP)
         lane = thread % WARP
-        rank, cluster, clusters = Int32(0), cta, ctas
+        rank, cluster = Int32(0), cta
         if const_expr(self.splits > 1):
             rank = cute.arch.make_warp_uniform(cta % self.splits)
-            cluster, clusters = cta // self.splits, ctas // self.splits
+            cluster = cta // self.splits
 
         smem = SmemAllocator()
         ring = barriers.Ring.allocate(smem, self.stages)
@@ -617,17 +623,10 @@ class SwapAbKernel:
             cute.arch.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_launch_dependents()
 
-        output_tiles = cute.ceil_div(outputs, self.outputs)
-        token_tiles_count = cute.ceil_div(tokens, self.tokens)
         first_chunk = rank * chunks // self.splits
+        end_chunk = (rank + 1) * chunks // self.splits
         work = TileScheduler(
-            cluster,
-            groups * output_tiles * token_tiles_count,
-            clusters,
-            output_tiles,
-            token_tiles_count,
-            first_chunk,
-            (rank + 1) * chunks // self.splits - first_chunk,
+            cluster, tiles, clusters, output_tiles, token_tile_count, first_chunk, end_chunk - first_chunk
         )
         wgmma.accumulate(mma_more)
         if warp >= CONSUMER_WARPGROUPS * 4:

@@ -61,7 +61,7 @@ from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.reduce import over_quad, pairwise
 from cute_kernels.dsl.tensor import length
 from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair
-from cute_kernels.formats import FP8_DS_MLA, NVFP4_V41
+from cute_kernels.formats import FP8_DS_MLA, label_of
 from cute_kernels.kv_cache.query_norm import inverse_rms
 from cute_kernels.sparse_mla.early import prefetch_first
 from cute_kernels.sparse_mla.hopper.decode_dequantize import E2M1_SHIFT, Dequantizer
@@ -79,7 +79,6 @@ from cute_kernels.sparse_mla.hopper.decode_smem import (
     FIRST_PRODUCER_THREAD,
     FIRST_PV_THREAD,
     FP8_KEYS,
-    FP8_STAGES,
     HEADER,
     HEADERS,
     HEADS_BIT,
@@ -121,6 +120,7 @@ from cute_kernels.sparse_mla.params import (
     Query,
     TileScheduler,
     out_scale_of,
+    tiles_of,
 )
 
 # ---- producer
@@ -145,6 +145,8 @@ class Producer:
 
     config   DecodeKey or what else has heads, second, parts and has_two_formats: decode_swap_ab.py has its records
              copied by this role, too
+    constant_lists
+             as of DecodeArgs: if it is not 0, the role begins before the kernel ahead has ended
     """
 
     config: Any
@@ -156,12 +158,16 @@ class Producer:
     sources: KVSources
     thread: Any
     cursor: Any
+    constant_lists: Any = 0
 
     @cute.jit
     def run(self) -> None:
         """Fill the FP8 ring."""
-        self.copy_lengths_async(self.scheduler.begin())
-        self.enter(self.scheduler.begin(), Int32(0))
+        scheduler = self.scheduler
+        self.copy_lengths_async(scheduler.begin())
+        self.enter(scheduler.begin(), Int32(0))
+        self.copy_lengths_async(scheduler.after(scheduler.begin()))
+        self.wait_for_index()
         index = self.load_index()
         number, ends = Int32(0), Int32(0)
         while ends < PING_PONG:
@@ -178,17 +184,29 @@ class Producer:
                 flags = Int32(END)
                 ends = ends + 1
             if tile == end - 1:
-                self.enter(self.scheduler.after(work_tile), odd ^ ODD)
+                self.enter(scheduler.after(work_tile), odd ^ ODD)
             else:
                 cute.arch.sync_warp()
                 ptx.store_shared_s32(self.cursor, tile + 1)
                 cute.arch.sync_warp()
             is_valid, source = self.resolve_row(index, tile, tiles0)
+            if number == 0:
+                self.wait_for_index()
             # on its way while rows are copied; into the register just served, as a move would wait for it
             index = self.load_index()
             header = flags | heads << HEADS_BIT, work_tile, low, high
             self.copy_tile_async(is_valid, source, header, number, is_first)
+            if flags & LAST != 0:
+                self.copy_lengths_async(scheduler.after(scheduler.after(work_tile)))
             number = number + 1
+
+    @cute.jit
+    def wait_for_index(self) -> None:
+        """Wait for the kernel ahead, unless the next tile's list is a constant one."""
+        if const_expr(self.config.second != "none"):
+            tile, _, tiles0, _ = ptx.load_shared_128(self.cursor)
+            if self.constant_lists < 2 and tile >= tiles0:
+                cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def enter(self, work_tile: Any, odd: Any) -> None:
@@ -211,9 +229,11 @@ class Producer:
                     columns = columns * sources.extra_cache.rows.divisor
                 live1 = self.live(sources.extra_indices, columns, 52)
             self.prefetch_queries(queries, heads)
-            tiles0 = (live0 + (KEYS - 1)) // KEYS
-            tiles = tiles0 + (live1 + (KEYS - 1)) // KEYS
-            tile, end = scheduler.tiles(split_idx, tiles)
+            tiles0 = tiles_of(live0)
+            tiles = tiles0 + tiles_of(live1)
+            tile, end = Int32(0), tiles
+            if scheduler.splits.divisor != 1:
+                tile, end = scheduler.tiles(split_idx, tiles)
             if end <= tile:
                 # nothing to attend to is a tile of skipped keys
                 end = tile + 1
@@ -225,13 +245,12 @@ class Producer:
         ptx.store_shared_128(self.cursor + 32, (*ptx.halves(row0), *ptx.halves(row1)))
         ptx.store_shared_128(self.cursor + 48, (heads, Int32(0), *ptx.halves(queries)))
         cute.arch.sync_warp()
-        self.copy_lengths_async(scheduler.after(work_tile))
 
     @cute.jit
     def prefetch_queries(self, queries: Any, heads: Any) -> None:
         """L2 has this CTA's part of the work tile's queries by the time they are wanted."""
         for line in cutlass.range(self.thread, heads * 4, 128, unroll=1):
-            ptx.prefetch_l2(queries + Int64(line // 4) * self.q.head + line % 4 * 128, None)
+            ptx.prefetch_l2(queries + Int64(line >> 2) * self.q.head + (line & 3) * 128, None)
 
     @cute.jit
     def copy_lengths_async(self, work_tile: Any) -> None:
@@ -323,20 +342,23 @@ class Producer:
         """Start to copy the cluster's tile of that number, once its stages are empty. is_first: of the first list"""
         warp = cute.arch.make_warp_uniform(self.thread // 32)
         piece = 2 * number + warp // 2
-        stage, key = piece % FP8_STAGES, self.key % FP8_KEYS
+        (stage, phase), key = self.bars.fp8.place(piece), self.key % FP8_KEYS
         full = self.bars.fp8.full(stage)
-        self.bars.fp8.wait_empty(stage, piece // FP8_STAGES & 1)
+        self.bars.fp8.wait_empty(stage, phase)
         parts = self.config.parts
         row_bytes = parts[0].row_bytes(self.rank)
         if const_expr(self.config.has_two_formats):
             row_bytes = row_bytes if is_first else parts[1].row_bytes(self.rank)
         valid = cute.arch.vote_ballot_sync(is_valid) & (2**WARP_KEYS - 1)
         if self.thread % 32 == 0:
-            header_at = self.smem.header + number % HEADERS * HEADER
+            header_at = self.smem.header + (number & HEADERS - 1) * HEADER
             ptx.store_shared_s32(header_at + 16 + warp * 4, ~valid)
             if warp == 0:
                 ptx.store_shared_128(header_at, header)
             cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(valid) * row_bytes)
+        if number == 0:
+            # rows may be the kernel ahead's
+            cute.arch.griddepcontrol_wait()
         if const_expr(self.config.has_two_formats):
             if is_first:
                 self.copy_share_async(parts[0], is_valid, source, stage, key, row_bytes, full)
@@ -433,7 +455,7 @@ class QkSoftmax:
             if const_expr(q.norm is not None):
                 square = self.load_square(work_tile, flags >> HEADS_BIT, warp, lane)
             ptx.wait_mbarrier(bars.q.toint(), Int32(1) if flags & ODD != 0 else Int32(0))
-            self.multiply(s, q_parts, k_parts, tile % KV_STAGES)
+            self.multiply(s, q_parts, k_parts, tile & KV_STAGES - 1)
             is_q_done = flags & LAST != 0 and scheduler.has(scheduler.after(work_tile))
             self.send_s(s, scores, tile, is_q_done, warp)
             self.softmax(scores, tile, flags, work_tile, square)
@@ -508,8 +530,8 @@ class QkSoftmax:
     @cute.jit
     def wait_header(self, tile: Any) -> Any:
         """A tile's header, once the tile is there."""
-        self.bars.kv.wait_full(tile % KV_STAGES, tile // KV_STAGES & 1)
-        return ptx.load_shared_128(self.smem.header + tile % HEADERS * HEADER)
+        self.bars.kv.wait_full(*self.bars.kv.place(tile))
+        return ptx.load_shared_128(self.smem.header + (tile & HEADERS - 1) * HEADER)
 
     @cute.jit
     def multiply(self, s: Any, q_parts: Any, k_parts: Any, stage: Any) -> None:
@@ -536,10 +558,10 @@ class QkSoftmax:
         warpgroup.wait_group(0)
         if is_q_done and self.thread % 32 == 0:
             cute.arch.mbarrier_arrive(bars.q_done + warp)
-        buffer = tile % PING_PONG
+        buffer = tile & PING_PONG - 1
         barrier = bars.s_partial + buffer
         # where it goes the other CTA's PV has found P
-        bars.p.wait_empty(tile % P_STAGES, tile // P_STAGES & 1)
+        bars.p.wait_empty(*bars.p.place(tile))
         if self.thread == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.warps * 32 * HELD * 4)
         if warp < self.config.warps:
@@ -559,7 +581,7 @@ class QkSoftmax:
         thread, rank, bars, smem = self.thread, self.rank, self.bars, self.smem
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
-        stage = tile % P_STAGES
+        stage = tile & P_STAGES - 1
         full = bars.p.full(stage)
         if warp < self.config.warps:
             logit, lse_at = Int32(0), Int64(0)
@@ -585,7 +607,7 @@ class QkSoftmax:
                 row_sum = over_quad(row_sum, operator.add)
                 out_scale = out_scale_of(row_sum, row_max, logit, self.sink)
             counter = ptx.map_shared(full.toint(), rank ^ 1)
-            own_at = smem.s_partial + tile % PING_PONG * S_PARTIAL_BYTES + thread * 16
+            own_at = smem.s_partial + (tile & PING_PONG - 1) * S_PARTIAL_BYTES + thread * 16
             other_at = ptx.map_shared(smem.p + stage * P_BYTES + thread * 16, rank ^ 1)
             for i in range_constexpr(2):
                 words = [ptx.bf16x2(scores[8 * i + 2 * j], scores[8 * i + 2 * j + 1]) for j in range(4)]
@@ -615,14 +637,14 @@ class QkSoftmax:
     @cute.jit
     def add_s(self, scores: Any, tile: Any, scale: Any) -> None:
         """Both CTAs' parts make S, in powers of two."""
-        buffer = tile % PING_PONG
-        ptx.wait_mbarrier((self.bars.s_partial + buffer).toint(), tile // PING_PONG & 1)
+        buffer, phase = barriers.place(tile, PING_PONG)
+        ptx.wait_mbarrier((self.bars.s_partial + buffer).toint(), phase)
         for i in range_constexpr(HELD // 4):
             words_at = self.smem.s_partial + buffer * S_PARTIAL_BYTES + self.thread * 16 + i * WORDS_BYTES
             words = ptx.load_shared_128(words_at)
             for j in range_constexpr(4):
                 scores[4 * i + j] = (scores[4 * i + j] + words[j].bitcast(Float32)) * scale
-        skipped = ptx.load_shared_128(self.smem.header + tile % HEADERS * HEADER + 16)
+        skipped = ptx.load_shared_128(self.smem.header + (tile & HEADERS - 1) * HEADER + 16)
         if ((skipped[0] | skipped[1] | skipped[2] | skipped[3]) & 0xFFFF) != 0:
             for i in range_constexpr(HELD):
                 bit = (skipped[i // 4] >> (self.thread % 4 * 2)) & (1 << (i // 2 % 2 * 8 + i % 2))
@@ -734,14 +756,14 @@ class PvEpilogue:
             o.fill(0.0)
             flags = Int32(0)
             while flags & LAST == 0:
-                buffer, stage = tile % P_STAGES, tile % KV_STAGES
-                bars.p.wait_full(buffer, tile // P_STAGES & 1)
+                (buffer, phase), stage = bars.p.place(tile), tile & KV_STAGES - 1
+                bars.p.wait_full(buffer, phase)
                 flags = ptx.load_shared_s32(smem.target + buffer * TARGET)
                 factors = self.load_factors(buffer * ROWS + pv_thread() // 32 * OWN_HEADS + pv_thread() % 32 // 4)
                 if cute.arch.vote_any_sync((factors[0] != Float32(1.0)) | (factors[1] != Float32(1.0))):
                     wgmma.scale_rows(o, factors)
                 words = cute.recast_tensor(p, Int32)
-                own_at = smem.s_partial + tile % PING_PONG * S_PARTIAL_BYTES + pv_thread() * 16
+                own_at = smem.s_partial + (tile & PING_PONG - 1) * S_PARTIAL_BYTES + pv_thread() * 16
                 other_at = smem.p + buffer * P_BYTES + pv_thread() * 16
                 rank = ptx.rank_again()
                 for half in range_constexpr(2):
@@ -824,7 +846,7 @@ class PvEpilogue:
 
 def pv_thread() -> Any:
     """The thread's number in the PV warpgroup, computed anew."""
-    return ptx.thread_again() - FIRST_PV_THREAD
+    return ptx.thread_again() & 127
 
 
 # ---- kernel
@@ -854,6 +876,7 @@ class DecodeKernel:
             tuple(cute.fast_divmod_create_divisor_v2(number) for number in (head_groups, args.splits, length(q, 1))),
             args.split_tiles,
             work_tiles,
+            args.constant_lists,
             (*qk, pv),
             (wgmma.swizzled(BFloat16, ROWS, DIM), wgmma.swizzled(BFloat16, KEYS, DIM, KV_STAGES)),
         )
@@ -878,6 +901,7 @@ class DecodeKernel:
         divisors: tuple[Any, Any, Any],
         split_tiles: Int32,
         work_tiles: Int32,
+        constant_lists: Int32,
         mma: tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma],
         layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],
     ) -> None:
@@ -913,14 +937,17 @@ class DecodeKernel:
             lists, caches = (sources.indices, sources.extra_indices), (sources.cache, sources.extra_cache)
             is_idle = (group == FIRST_PV_THREAD // 128) & (rank == 0)
             prefetch_first(scheduler, lists, caches, config.second, thread % 128, is_idle)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         for one in mma[1:]:
             wgmma.accumulate(one)
+        if constant_lists == 0:
+            cute.arch.griddepcontrol_wait()
         if const_expr(config.dealt):
             planner = Planner(config.heads, config.second, smem.fp8, dealt, rank, scheduler, sources, out, thread)
             if planner.has_room():
                 planner.run()
+        if group < FIRST_PRODUCER_THREAD // 128:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         if group < FIRST_PV_THREAD // 128:
             cute.arch.setmaxregister_decrease(SOFTMAX_REGISTERS)
             QkSoftmax(
@@ -936,7 +963,7 @@ class DecodeKernel:
         else:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             cursor = smem.cursor + cute.arch.make_warp_uniform(thread % 128 // 32) * CURSOR
-            Producer(config, bars, smem, rank, scheduler, q, sources, thread % 128, cursor).run()
+            Producer(config, bars, smem, rank, scheduler, q, sources, thread % 128, cursor, constant_lists).run()
         # nobody leaves while the other CTA may still reach for its barriers
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
@@ -955,13 +982,14 @@ class DecodeKey(DecodeKernelKey):
     quantized   results are turned back and become e4m3 codes, see quant_output; not with out_fp32
     raw         queries are normed and rotated, see params.QueryNorm; with out_fp32 or quantized
     dealt       work tiles of unequal length are dealt by the planner; with a second list
-    format0     record format of the first cache, fp8_ds_mla/1 or mxfp8_v41/1
-    format1     of the second one, or nvfp4_v41/1; listed, or format0
+    format0     record format of the first cache: fp8_ds_mla/1, or mxfp8_v41/1 or its split form
+    format1     of the second one: also nvfp4_v41/1 or its split form
     """
 
     kernel_name: ClassVar[str] = "sparse_mla.hopper.decode"
     tuning: ClassVar[tuple[str, ...]] = ("dealt",)
     ctas_per_work_tile: ClassVar[int] = CLUSTER
+    takes_constant_lists: ClassVar[bool] = True
     heads: int = 64
     second: str = "listed"
     out_fp32: bool = False
@@ -982,7 +1010,7 @@ class DecodeKey(DecodeKernelKey):
 
     @property
     def has_e2m1(self) -> bool:
-        return self.format1 == NVFP4_V41.id
+        return PARTS[self.format1].is_e2m1
 
     @property
     def warps(self) -> int:
@@ -993,7 +1021,7 @@ class DecodeKey(DecodeKernelKey):
     def name(self) -> str:
         kind = "_raw" * self.raw + "_fp32" * self.out_fp32 + "_quant" * self.quantized + "_dealt" * self.dealt
         if {self.format0, self.format1} != {FP8_DS_MLA.id}:
-            kind += "".join(f"_{kv_format.split('_')[0]}" for kv_format in (self.format0, self.format1))
+            kind += "".join(f"_{label_of(kv_format)}" for kv_format in (self.format0, self.format1))
         return f"sparse_mla_decode_h{self.heads}_{self.second}{kind}"
 
     @property
@@ -1006,5 +1034,7 @@ class DecodeKey(DecodeKernelKey):
         return "wgmma", "bulk.load", "st.async", "barrier.cluster", "mbarrier", "setmaxnreg", *own
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        fakes = fake_decode(self.out_fp32, self.format0, self.format1, self.quantized, self.raw)
+        fakes = fake_decode(
+            self.out_fp32, self.format0, self.format1, self.quantized, self.raw, self.takes_constant_lists
+        )
         return entry_point(DecodeKernel(self).launch, fakes)

@@ -10,8 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, range_constexpr
 
-from cute_kernels.dsl import convert, ptx
-from cute_kernels.formats import MXFP8_V41, NVFP4_V41
+from cute_kernels.dsl import barriers, convert, ptx
 from cute_kernels.sparse_mla.hopper.decode_smem import (
     END,
     EXTRA,
@@ -21,9 +20,7 @@ from cute_kernels.sparse_mla.hopper.decode_smem import (
     HEADER,
     HEADERS,
     KV_STAGE_BYTES,
-    KV_STAGES,
     LAST_SLAB,
-    PARTS,
     PING_PONG,
     SLAB,
     SLAB_BYTES,
@@ -206,19 +203,20 @@ class Dequantizer:
         fp8_stages = [2 * self.warpgroup, 2 * self.warpgroup + 1]
         tile, flags = self.warpgroup, Int32(0)
         while flags & END == 0:
+            header_at = smem.header + (tile & HEADERS - 1) * HEADER
+            _, phase = barriers.place(tile, PING_PONG)
             for piece in range_constexpr(2):
-                bars.fp8.wait_full(fp8_stages[piece], tile // PING_PONG & 1)
+                bars.fp8.wait_full(fp8_stages[piece], phase)
                 is_extra = False
                 if const_expr(self.has_two):
-                    is_extra = ptx.load_shared_s32(smem.header + tile % HEADERS * HEADER) & EXTRA != 0
+                    is_extra = ptx.load_shared_s32(header_at) & EXTRA != 0
                 places = raw_at, scale_at, row, member
                 if is_extra:
                     self.load(self.parts[1], raw, exact, piece, fp8_stages[piece], *places)
                 else:
                     self.load(self.parts[0], raw, exact, piece, fp8_stages[piece], *places)
-            stage = tile % KV_STAGES
-            header_at = smem.header + tile % HEADERS * HEADER
-            bars.kv.wait_empty(stage, tile // KV_STAGES & 1)
+            stage, phase = bars.kv.place(tile)
+            bars.kv.wait_empty(stage, phase)
             flags = ptx.load_shared_s32(header_at)
             if flags & END == 0:
                 skipped = [ptx.load_shared_s32(header_at + 16 + (warp // 2 + 2 * piece) * 4) for piece in range(2)]
@@ -261,7 +259,7 @@ class Dequantizer:
         # the last slab first: once its words, which were loaded last, can be stored, all others are there too; an
         # arrival alone does not wait for loads whose values nobody has used yet
         last_at = stage_at + LAST_SLAB * SLAB_BYTES
-        if const_expr(part == PARTS[NVFP4_V41.id]):
+        if const_expr(part.is_e2m1):
             factors = [
                 e2m1_factors([raw[E2M1_WORDS * piece + word] for word in range(4)], member) for piece in range(2)
             ]
@@ -307,7 +305,7 @@ class Dequantizer:
     ) -> None:
         """This thread's share of a row and of its scales. raw_at, scale_at: where they are in the first stage, of rows
         that are FP8_PITCH apart and of scales beside them."""
-        if const_expr(part == PARTS[NVFP4_V41.id]):
+        if const_expr(part.is_e2m1):
             first = const_expr(E2M1_WORDS * piece)
             row_at = self.smem.fp8 + row * part.pitch + stage * FP8_STAGE_BYTES
             found = ptx.load_shared_128(row_at + part.columns)
@@ -317,7 +315,7 @@ class Dequantizer:
                 codes = ptx.load_shared_64(row_at + member * 8 + slab * (SLAB // 2))
                 raw[first + 4 + 2 * slab], raw[first + 5 + 2 * slab] = codes
         else:
-            if const_expr(part == PARTS[MXFP8_V41.id]):
+            if const_expr(part.is_mxfp8):
                 # of the two bytes of each slab, that of the thread's half
                 low, high = ptx.load_shared_64(raw_at + stage * FP8_STAGE_BYTES + (part.columns - member * 16))
                 exact[piece] = ptx.permute_bytes(low, high, 0x6420 + (member // 2) * 0x1111)

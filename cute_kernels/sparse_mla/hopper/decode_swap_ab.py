@@ -259,7 +259,7 @@ class DequantQkSoftmax:
     """A warpgroup that dequantizes, and does QK and softmax of, every second tile, from `warpgroup` on.
 
     A warp has 16 keys: a lane two of them, 8 apart, and of each slab 16 neighbouring columns. Both warpgroups share
-    the running maxima, for which they take turns, and move them as prefill_swap_ab.QkSoftmax does; each has sums of its
+    the running maxima, for which they take turns, and move them as prefill_swap_ab.py does; each has sums of its
     own, relative to the maxima that it knows of.
 
     formats   of both caches
@@ -272,7 +272,9 @@ class DequantQkSoftmax:
     ctas: int
     bars: Bars
     own: Own
-    softmax: swap_ab.QkSoftmax
+    softmax: swap_ab.ColumnSoftmax
+    mma: tuple[Any, Any]
+    q_layout: Any
     warpgroup: Any
 
     @cute.jit
@@ -280,7 +282,7 @@ class DequantQkSoftmax:
         """Give PV the V and P of every second tile."""
         bars, own, softmax = self.bars, self.own, self.softmax
         config, scheduler, warp = softmax.config, softmax.scheduler, softmax.warp
-        part = softmax.mma[0].get_slice(softmax.thread)
+        part = self.mma[0].get_slice(softmax.thread)
         shape = part.partition_shape_C((KEYS, config.heads))
         s, scores = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
         # one is filled while tensor cores read the other
@@ -358,8 +360,8 @@ class DequantQkSoftmax:
         matrix, row = lane >> 3, lane & 7
         target = softmax.smem.kv + warpgroup_number * TILE_BYTES + (warp * WARP_KEYS + (matrix & 1) * 8 + row) * 128
         target = target + ((matrix >> 1 ^ row) << 4)
-        q_tile = wgmma.uniform_tile(ptx.again(q_at), softmax.layouts[1], BFloat16)
-        q_parts = softmax.mma[0].make_fragment_B(part.partition_B(q_tile))
+        q_tile = wgmma.uniform_tile(ptx.again(q_at), self.q_layout, BFloat16)
+        q_parts = self.mma[0].make_fragment_B(part.partition_B(q_tile))
         for i in range_constexpr(SLABS):
             slab = const_expr(SLAB_ORDER[i])
             k = k_parts[i % 2]
@@ -378,7 +380,7 @@ class DequantQkSoftmax:
                 self.release()
             warpgroup.fence()
             for step in range_constexpr(SLAB_STEPS):
-                chosen = softmax.mma[0] if const_expr(i + step == 0) else softmax.mma[1]
+                chosen = self.mma[0] if const_expr(i + step == 0) else self.mma[1]
                 cute.gemm(chosen, s, k[None, None, step], q_parts[None, None, slab * SLAB_STEPS + step], s)
             warpgroup.commit_group()
         warpgroup.wait_group(0)
@@ -558,7 +560,7 @@ class Combination:
     """What the PV warpgroup does with O of a split of a row: CTA r of a row's `ctas` gets the r-th share of the slabs
     of the others' O, each by its factor, where its KV ring was, and adds them up. A row is all that a CTA has then.
 
-    sink, out   see swap_ab.QkSoftmax
+    sink, out   see swap_ab.ColumnSoftmax
     heads       how many there are
     """
 
@@ -862,6 +864,7 @@ class DecodeSwapAbKernel:
             args.scale_log2,
             (divisor(tokens), divisor(Int32(self.key.ctas)), divisor(Int32(1))),
             rows,
+            args.constant_lists,
             (qk, qk_more, pv),
             (wgmma.swizzled(BFloat16, KEYS, HEAD_DIM), *layouts),
         )
@@ -887,6 +890,7 @@ class DecodeSwapAbKernel:
         scale_log2: Float32,
         divisors: tuple[Any, Any, Any],
         rows: Int32,
+        constant_lists: Int32,
         mma: tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma],
         layouts: tuple[cute.ComposedLayout, cute.ComposedLayout, cute.ComposedLayout],
     ) -> None:
@@ -913,17 +917,19 @@ class DecodeSwapAbKernel:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-
         for one in mma[1:]:
             wgmma.accumulate(one)
+        if constant_lists == 0:
+            cute.arch.griddepcontrol_wait()
+        if group < PRODUCER:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         v_layout, q_layout, p_layout = layouts
         work_tiles = rows * self.key.ctas
         scheduler = PrefillScheduler(first, work_tiles, ctas, Int32(self.key.ctas.bit_length() - 1))
         if group < PV:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            softmax = swap_ab.QkSoftmax(
+            softmax = swap_ab.ColumnSoftmax(
                 config=config,
                 bars=bars,
                 smem=smem._replace(exchange=smem.exchange + group * row_sum_bytes(config.heads)),
@@ -935,11 +941,9 @@ class DecodeSwapAbKernel:
                 thread=own,
                 lane=lane,
                 warp=warp,
-                mma=mma[:2],
-                layouts=(None, q_layout),
                 barrier=SOFTMAX_BARRIER + group,
             )
-            DequantQkSoftmax(self.key.formats, self.key.ctas, bars, own_smem, softmax, group).run()
+            DequantQkSoftmax(self.key.formats, self.key.ctas, bars, own_smem, softmax, mma[:2], q_layout, group).run()
         elif group < PRODUCER:
             cute.arch.setmaxregister_increase(PV_REGISTERS)
             queries = QueryCopies(config, bars, smem, scheduler, q, lane, warp)
@@ -948,7 +952,7 @@ class DecodeSwapAbKernel:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             cursor = own_smem.cursor + warp * CURSOR
             tiles = TileScheduler(first, work_tiles, ctas, one_divisor, splits, tokens, Int32(0))
-            Producer(self.key, bars, own_smem, Int32(0), tiles, query, sources, own, cursor).run()
+            Producer(self.key, bars, own_smem, Int32(0), tiles, query, sources, own, cursor, constant_lists).run()
         # no producer thread leaves before its last copies are there, which dequantizers wait for
         cute.arch.sync_threads()
 
@@ -968,6 +972,7 @@ class DecodeSwapAbKey(DecodeKernelKey):
     """
 
     kernel_name: ClassVar[str] = "sparse_mla.hopper.decode_swap_ab"
+    takes_constant_lists: ClassVar[bool] = True
     heads: int = 8
     second: str = "listed"
     format0: str = FP8_DS_MLA.id
@@ -1008,5 +1013,7 @@ class DecodeSwapAbKey(DecodeKernelKey):
         return "wgmma", "bulk.load", "mbarrier", "stmatrix", "setmaxnreg", "griddepcontrol", *own
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        fakes = fake_decode(False, self.format0, self.format1, self.quantized)
+        fakes = fake_decode(
+            False, self.format0, self.format1, self.quantized, takes_constant_lists=self.takes_constant_lists
+        )
         return entry_point(DecodeSwapAbKernel(self).launch, fakes)

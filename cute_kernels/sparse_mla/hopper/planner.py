@@ -224,7 +224,8 @@ class Planner:
 
     @cute.jit
     def mark_empty(self, batch: Any, token: Any, split_idx: Any, head_group: Any) -> None:
-        """Store the log-sum-exps of a split without keys."""
+        """Store the log-sum-exps of a split without keys, which a combination ahead may still read."""
+        cute.arch.griddepcontrol_wait()
         first = head_group * self.heads
         for head in cutlass.range(first, cutlass.min(first + self.heads, self.out.heads), 1, unroll=1):
             at = self.out.lse.of(split_idx, batch, head, token)

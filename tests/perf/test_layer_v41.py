@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `perf layer --model v4.1-flash` measures and what it calls a floor; no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layers import V41_PRESETS, DeepseekV41Attention
+from layers.v41_config import KINDS
+from perf import layer, layer_v41
+from perf.cli import main
+from perf.layer_v41 import MODEL, V41Case
+
+SMALL = {"window": 0, "source2": 1, "consumer2": 2, "source1": 3, "consumer1": 4, "index": 5, "draft": 7}
+"""By kind: a layer of the reduced model."""
+
+
+def test_cases_are_every_kind_and_named_apart() -> None:
+    config = V41_PRESETS[MODEL]
+    every = [case.name for case in layer_v41.cases()]
+    assert len(set(every)) == len(every)
+    shown = {kind for kind in SMALL if kind not in ("draft", "consumer2")}
+    assert {f"{MODEL} {kind} decode b64 ctx8192" for kind in shown} < set(every)
+    assert f"{MODEL} draft decode b128 ctx8192 n5" in every
+    assert f"{MODEL} index decode b8 ctx1048576" in every
+    assert f"{MODEL} consumer1 decode b1 ctx8192 own" in every
+    assert {config.kind_of(index) for index in layer_v41.KINDS.values()} == set(KINDS)
+    for kind, index in layer_v41.KINDS.items():
+        ratio = config.compress_ratio_of(index)
+        assert kind.endswith(str(ratio)) or kind in ("window", "index", "draft")
+        assert config.takes_candidates(index) == (kind == "index")
+    assert set(every) < {case.name for case in layer_v41.cases(full=True)}
+    own, engines = (V41Case(MODEL, "consumer1", "decode", 1, 1, 8192, is_own=own) for own in (True, False))
+    assert own.layer_key != engines.layer_key, "their caches are others"
+
+
+def by_hand(kind: str) -> tuple[int, int]:
+    """Bytes and FLOPs of a decode step of two requests of 65536 and 65475 tokens; of a draft five rows each."""
+    numbers = 1792 * 5120 + 32768 * 1280 + 8 * 1024 * 4096 + 5120 * 8192
+    numbers += {"source2": 2 * 512 * 5120 + 128 * 512, "source1": 512 * 5120 + 128 * 512}.get(kind, 0)
+    numbers += 4096 * 1280 + 32 * 5120 if kind in ("source1", "source2", "index") else 0
+    keys = {"source2": 32768 + 32737, "source1": 65536 + 65475, "index": 2 * 16384}.get(kind, 0)
+    picked = 0 if kind in ("window", "draft") else 2 * 512
+    tokens, rows = (10, 2 * 133) if kind == "draft" else (2, 2 * 128)
+    moved = 2 * numbers + (rows + picked) * 584 + keys * 132 + 2 * 2 * tokens * 5120
+    attended = (tokens // 2) * (rows + picked)
+    return moved, 2 * tokens * numbers + 4 * attended * 64 * 512 + 2 * keys * 32 * 128
+
+
+@pytest.mark.parametrize("kind", layer_v41.KINDS)
+def test_the_floor_counts_what_must_move(kind: str) -> None:
+    case = V41Case(MODEL, kind, "decode", 2, 5 if kind == "draft" else 1, 65536)
+    with torch.device("meta"):
+        built = DeepseekV41Attention(V41_PRESETS[MODEL], case.index, device="meta")
+    work = layer_v41.least_work(built, case)
+    assert (work.bytes, work.flops) == by_hand(kind)
+
+
+def test_own_records_are_smaller() -> None:
+    case = V41Case(MODEL, "source1", "decode", 2, 1, 65536, is_own=True)
+    with torch.device("meta"):
+        built = DeepseekV41Attention(V41_PRESETS[MODEL], case.index, device="meta")
+    keys, picked = 65536 + 65475, 2 * 512
+    more = 2 * 128 * (584 - 528) + picked * (584 - 288) + keys * (132 - 68)
+    assert layer_v41.least_work(built, case).bytes == by_hand("source1")[0] - more
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+@pytest.mark.parametrize("kind", SMALL)
+def test_a_step_runs(kind: str, is_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tables, caches and what layers before would hand on fit together, and a request alone gives the same."""
+    monkeypatch.setattr(layer, "DEVICE", "cpu")
+    monkeypatch.setattr(layer_v41, "KINDS", SMALL)
+    monkeypatch.setattr(layer_v41, "V41_PRESETS", {MODEL: V41_PRESETS[MODEL].reduced()})
+    cases = [V41Case(MODEL, kind, "decode", 3, 5 if kind == "draft" else 1, 300, is_own=is_own)]
+    cases += [] if kind == "draft" else [V41Case(MODEL, kind, "prefill", 1, 12, 200, is_own=is_own)]
+    for case in cases:
+        layers = case.build_layers(max(case.lengths()) + 64)
+        step = case.make_step(layers)
+        assert len(step.calls()) == len(step.layers) == layer.LAYERS
+        assert step.is_right()
+        assert len({caches.windows[case.index].data.data_ptr() for caches in step.caches}) == layer.LAYERS
+        bytes_only = {"copy": 1e-3}
+        assert layer.ops_floor_us(step, bytes_only) > layer.floor_us(step.work(), bytes_only, None) > 0
+        assert case.cache_bytes() > 0
+
+
+def test_drawn_picks() -> None:
+    counts = torch.tensor([0, 3, 100, 7, 5])
+    found = layer_v41.drawn(counts, 5, torch.Generator().manual_seed(0))
+    assert found.dtype == torch.int32
+    for row, count in zip(found.tolist(), counts.tolist(), strict=True):
+        kept = [x for x in row if x >= 0]
+        assert row == kept + [-1] * (5 - len(kept))
+        assert kept == sorted(set(kept))
+        assert len(kept) == min(count, 5)
+        assert not count or kept[-1] == count - 1
+
+
+def test_peers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["layer", "--model", MODEL, "--peers"]) == 2
+    assert "--peers: nobody's kernels" in capsys.readouterr().err
