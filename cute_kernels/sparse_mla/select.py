@@ -317,11 +317,12 @@ def v41_decode_keys(arch: str, heads: int) -> list[DecodeKernelKey]:
     return keys
 
 
-def swap_ab_keys(arch: str, heads: int, *kind: str) -> list[DecodeKernelKey]:
-    """Of decode_swap_ab, if it takes so many heads: bf16 results and codes, of a row by one CTA or by several. kind:
-    extra list and formats"""
-    ways = itertools.product((False, True), (1, SHARED_CTAS)) if heads <= SWAP_AB_HEADS[-1] else ()
-    return [DecodeSwapAbKey(arch, heads_of_group(heads), *kind, *way) for way in ways]
+def swap_ab_keys(arch: str, heads: int, extra: str, format0: str, format1: str) -> list[DecodeKernelKey]:
+    """Of decode_swap_ab, if it takes so many heads: bf16 results and codes, of a row by one CTA or by several."""
+    if heads > SWAP_AB_HEADS[-1]:
+        return []
+    ways = itertools.product((False, True), (1, SHARED_CTAS))
+    return [DecodeSwapAbKey(arch, heads_of_group(heads), extra, format0, format1, *way) for way in ways]
 
 
 # ---- prefill

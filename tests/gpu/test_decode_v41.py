@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -83,18 +82,22 @@ def test_block_tables(heads: int, first: str, second: str) -> None:
     check(make(70, extra_topk=130, extra_rows=64, **both))
 
 
+LISTS = [*((FP8, FP8, kind) for kind in ("none", "listed", "dense")), *((*pair, "listed") for pair in PAIRS[:3])]
+
+
+@pytest.mark.parametrize(("first", "extra", "second"), LISTS)
 @pytest.mark.parametrize("ctas", [1, 2])
 @pytest.mark.parametrize("heads", [8, 13])
-def test_ctas_share_a_row(heads: int, ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows by one CTA or by two, of every kind of lists: some CTAs have nothing."""
+def test_ctas_share_a_row(
+    heads: int, ctas: int, first: str, extra: str, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows by one CTA or by two, of which some have nothing: a row alone, and as many as run at once."""
     monkeypatch.setattr(select, "SHARED_CTAS", ctas)
     monkeypatch.setattr(select, "SHARED_ROWS", 1 << 20)
-    kinds = [(FP8, FP8, second) for second in ("none", "listed", "dense")]
-    kinds += [(first, second, "listed") for first, second in PAIRS[:3]]
-    for b, (first, extra, second) in itertools.product((1, multiprocessors(0) // ctas), kinds):
-        formats_: dict[str, Any] = {"kv_format": first, "extra_format": extra, "second": second}
+    both: dict[str, Any] = {"kv_format": first, "extra_format": extra, "second": second, "lengths": "bs"}
+    for b in (1, multiprocessors(0) // ctas):
         with compile_.record_launches() as launches:
-            check(make(b, 1, heads, 500, extra_topk=200, extra_rows=8, lengths="bs", seed=b, **formats_))
+            check(make(b, 1, heads, 500, extra_topk=200, extra_rows=8, seed=b, **both))
         (key, *_), *_ = launches
         assert isinstance(key, DecodeSwapAbKey)
         assert key.ctas == ctas
