@@ -303,6 +303,9 @@ def decode_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
             keys |= dict.fromkeys(v41_decode_keys(arch, heads))
         keys |= dict.fromkeys(decode_variant(key, False, False, dealt=True) for key in tuple(keys))
         keys |= dict.fromkeys(key for extra in extras for key in swap_ab_keys(arch, heads, extra, fmt, fmt))
+        if heads_of_group(heads) == SWAP_AB_HEADS[-1]:
+            # whole rows are decode_swap_ab's
+            keys = {key: None for key in keys if not isinstance(key, SmallHeadsDecodeKey) or key.out_fp32}
     return [*keys, *combine.deployment_keys(config, tp, arch)]
 
 
@@ -313,15 +316,16 @@ def v41_decode_keys(arch: str, heads: int) -> list[DecodeKernelKey]:
         for extra, pair in (("none", (window.id, window.id)), ("listed", (window.id, entries.id))):
             if is_v41(pair):
                 keys += [decode_key(arch, heads, extra, fp32, *pair) for fp32 in (False, True)]
-                keys += swap_ab_keys(arch, heads, extra, *pair)
+                keys += [key for key in swap_ab_keys(arch, heads, extra, *pair) if not key.quantized]
     return keys
 
 
-def swap_ab_keys(arch: str, heads: int, extra: str, format0: str, format1: str) -> list[DecodeKernelKey]:
-    """Of decode_swap_ab, if it takes so many heads: bf16 results and codes, of a row by one CTA or by several."""
+def swap_ab_keys(arch: str, heads: int, extra: str, format0: str, format1: str) -> list[DecodeSwapAbKey]:
+    """Of decode_swap_ab, if it takes so many heads: bf16 results and codes, of a row by one CTA or by several, which
+    share none of a window alone."""
     if heads > SWAP_AB_HEADS[-1]:
         return []
-    ways = itertools.product((False, True), (1, SHARED_CTAS))
+    ways = itertools.product((False, True), (1,) if extra == "none" else (1, SHARED_CTAS))
     return [DecodeSwapAbKey(arch, heads_of_group(heads), extra, format0, format1, *way) for way in ways]
 
 

@@ -318,10 +318,19 @@ _FORMS = {
 """Every number of heads that kernels differ by, with every kind of list: few rows and how they are cut is the op's
 choice, or the call's."""
 
+_ROWS = {
+    f"{rows} rows of {heads} heads, {lists}": _Case(
+        heads, b=rows, columns=128 if "second" in given else 300, extra=300 if "second" in given else 0, **given
+    )
+    for heads, rows in ((8, 40), (16, 40), (8, 140))
+    for lists, given in _LISTS.items()
+}
+"""Rows that choose the kernel of up to 16 heads."""
+
 
 def decode() -> Iterator[Example]:
     """sparse_mla_decode, arguments in the schema's order"""
-    yield from _decode(_DECODE | _FORMS)
+    yield from _decode(_DECODE | _FORMS | _ROWS)
 
 
 def _decode(cases: dict[str, _Case]) -> Iterator[Example]:
@@ -503,11 +512,12 @@ def mixed() -> Iterator[Example]:
 _SOAK_DECODE = {
     "200 rows of 128 heads": _Case(128, second=_FP8, extra=512, b=200, lengths=(128, 70, 0, 65)),
     "3 parts of 90 rows of 64 heads": _Case(64, second=_FP8, extra=640, b=90, num_splits=3, lengths="by token"),
+    "50 rows of 8 heads": _Case(8, second=_FP8, extra=640, b=50, lengths=(128, 70, 0, 65)),
 }
 
 
 def soak_decode() -> Iterator[Example]:
-    """sparse_mla_decode of more work tiles than there are CTAs."""
+    """sparse_mla_decode of more work tiles than there are CTAs, and of rows that two CTAs share."""
     for name, case in _SOAK_DECODE.items():
         yield case.example(name)
 
