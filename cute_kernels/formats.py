@@ -204,62 +204,95 @@ class Fp8DsMlaFormat(KVFormat):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mxfp8V41Format(KVFormat):
-    """V4.1's rows in MXFP8, rotated columns included, rows interleaved with their scales.
+class V41Format(KVFormat):
+    """What records of V4.1's own share: 512 columns in codes, rotated ones included, and one scale for a few.
+
+        interleaved   row o  | codes | scales |    at o * (data_bytes + scale_bytes)
+        split         row o  | codes |             at o * data_bytes
+                      scale  | scales |            at bs * data_bytes + o * scale_bytes
+
+    Both take as many bytes, and no width tells them apart: they are formats of their own. Interleaved pages have no
+    padding; strides of split ones are rounded up to 512.
+    """
+
+    dim: int = HEAD_DIM
+    dtype: torch.dtype = torch.uint8
+    data_bytes: int
+    scale_bytes: int
+    quant_block: int
+    is_split: bool = False
+
+    def fields(self, block_size: int) -> tuple[tuple[int, int], ...]:
+        if not self.is_split:
+            return super().fields(block_size)
+        return ((0, self.data_bytes), (block_size * self.data_bytes, self.scale_bytes))
+
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """bf16 [n, 512], already rotated -> (codes uint8 [n, data_bytes], scales uint8 [n, scale_bytes]), interleaved
+        as one."""
+        parts = self.quantize(rows)
+        return parts if self.is_split else (torch.cat(parts, dim=1),)
+
+    def decode(self, *fields: torch.Tensor) -> torch.Tensor:
+        """Inverse of `encode`: bf16 [n, 512]."""
+        codes, scales = fields if self.is_split else fields[0].split([self.data_bytes, self.scale_bytes], dim=1)
+        return self.dequantize(codes.contiguous(), scales.contiguous()).to(torch.bfloat16)
+
+    def quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes, scales) of rows."""
+        raise NotImplementedError
+
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Rows of (codes, scales), exact in bf16."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mxfp8V41Format(V41Format):
+    """V4.1's rows in MXFP8.
 
         byte   0                                                     512            528
-        row o  | 512 x e4m3                                          | 16 x ue8m0   |        at o * 528
+        row o  | 512 x e4m3                                          | 16 x ue8m0   |
 
-    value = e4m3 * 2^(byte - 127), one byte for 32 columns; exact in bf16. Pages have no padding.
+    value = e4m3 * 2^(byte - 127), one byte for 32 columns.
     """
 
     id: str = "mxfp8_v41/1"
-    dim: int = HEAD_DIM
     row_elements: int = 528
-    dtype: torch.dtype = torch.uint8
     alignment: int = 528
     data_bytes: int = 512
     scale_bytes: int = 16
     quant_block: int = 32
 
-    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor]:
-        """bf16 [n, 512], already rotated -> (records uint8 [n, 528],)."""
-        return (torch.cat(numerics.quantize_mxfp8(rows, self.quant_block), dim=1),)
+    def quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return numerics.quantize_mxfp8(rows, self.quant_block)
 
-    def decode(self, records: torch.Tensor) -> torch.Tensor:
-        """Inverse of `encode`: bf16 [n, 512]."""
-        codes, scales = records.split([self.data_bytes, self.scale_bytes], dim=1)
-        return numerics.dequantize_e4m3(codes.contiguous(), scales).to(torch.bfloat16)
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return numerics.dequantize_e4m3(codes, scales)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nvfp4V41Format(KVFormat):
-    """V4.1's compressed entries in NVFP4, rotated columns included, rows interleaved with their scales.
+class Nvfp4V41Format(V41Format):
+    """V4.1's compressed entries in NVFP4.
 
         byte   0                                               256              288
-        row o  | 512 x e2m1, element 2j in the low nibble      | 32 x e4m3      |        at o * 288
+        row o  | 512 x e2m1, element 2j in the low nibble      | 32 x e4m3      |
 
-    value = e2m1 * scale, one scale for 16 columns and none for the whole tensor; six bits, exact in bf16. Pages have no
-    padding.
+    value = e2m1 * scale, one scale for 16 columns and none for the whole tensor; six bits.
     """
 
     id: str = "nvfp4_v41/1"
-    dim: int = HEAD_DIM
     row_elements: int = 288
-    dtype: torch.dtype = torch.uint8
     alignment: int = 288
     data_bytes: int = 256
     scale_bytes: int = 32
     quant_block: int = 16
 
-    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor]:
-        """bf16 [n, 512], already rotated -> (records uint8 [n, 288],)."""
-        return (torch.cat(numerics.quantize_nvfp4(rows, self.quant_block), dim=1),)
+    def quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return numerics.quantize_nvfp4(rows, self.quant_block)
 
-    def decode(self, records: torch.Tensor) -> torch.Tensor:
-        """Inverse of `encode`: bf16 [n, 512]."""
-        packed, scales = records.split([self.data_bytes, self.scale_bytes], dim=1)
-        return numerics.dequantize_nvfp4(packed, scales.contiguous()).to(torch.bfloat16)
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return numerics.dequantize_nvfp4(codes, scales)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,6 +443,11 @@ class CompressorStateFormat(KVFormat):
 FP8_DS_MLA = Fp8DsMlaFormat()
 MXFP8_V41 = Mxfp8V41Format()
 NVFP4_V41 = Nvfp4V41Format()
+MXFP8_V41_SPLIT = Mxfp8V41Format(id="mxfp8_v41_split/1", alignment=512, is_split=True)
+NVFP4_V41_SPLIT = Nvfp4V41Format(id="nvfp4_v41_split/1", alignment=512, is_split=True)
+MXFP8_FORMATS, NVFP4_FORMATS = (MXFP8_V41, MXFP8_V41_SPLIT), (NVFP4_V41, NVFP4_V41_SPLIT)
+V41_FORMATS = (*MXFP8_FORMATS, *NVFP4_FORMATS)
+"""V4.1's own: windows are of the first ones, entries of all."""
 PLAIN_BF16 = PlainFormat(id="plain_bf16/1", dtype=torch.bfloat16)
 PLAIN_FP8 = PlainFormat(id="plain_fp8/1", dtype=torch.float8_e4m3fn)
 INDEXER_FP8 = IndexerFp8Format()
@@ -427,7 +465,7 @@ V41_KV_CACHES = {
 FORMATS: dict[str, Any] = {
     f.id: f
     for f in (
-        *(FP8_DS_MLA, MXFP8_V41, NVFP4_V41),
+        *(FP8_DS_MLA, *V41_FORMATS),
         *(PLAIN_BF16, PLAIN_FP8),
         *(INDEXER_FP8, INDEXER_MXFP4, INDEXER_MXFP4_WIDE),
     )
@@ -458,7 +496,7 @@ def convert(
 
     Exact wherever the target's format holds the values: of nvfp4_v41/1 that are plain_bf16/1 and itself; mxfp8_v41/1
     and fp8_ds_mla/1 have four bits of each number and round. A cache of entries rewritten in nvfp4_v41/1 is rounded as
-    V4.1's release rounds them.
+    V4.1's release rounds them. Between the interleaved and the split form of a format bytes are copied.
 
     slots          int64 [n], all of them in the source
     target_slots   int64 [n]; those outside the target are skipped. None: `slots`
@@ -473,9 +511,19 @@ def convert(
     if source_format == target_format:
         fields = source_format.read_fields(source, block_size, slots)
         target_format.write_fields(target, target_block_size, where, *fields)
+    elif isinstance(source_format, V41Format) and type(source_format) is type(target_format):
+        records = torch.cat(source_format.read_fields(source, block_size, slots), dim=1)
+        sizes = [size for _, size in target_format.fields(target_block_size)]
+        target_format.write_fields(target, target_block_size, where, *records.split(sizes, dim=1))
     else:
         rows: Any = source_format.read(source, block_size, slots)
         target_format.write(target, target_block_size, where, rows.to(torch.bfloat16))
+
+
+def label_of(format_id: str) -> str:
+    """A short name of a format, for kernels' names: fp8, mxfp8, mxfp8split."""
+    name = format_id.split("/")[0]
+    return name.split("_")[0] + "split" * name.endswith("_split")
 
 
 def get_format(c: Checker, argument: str, format_id: str, *allowed: KVFormat) -> Any:

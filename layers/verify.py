@@ -139,8 +139,8 @@ def _run_v41(device: str) -> torch.Tensor:
     ]
     context = build_v41_draft_context(config, random_v41_draft_context_tensors(config, 0), device=device)
     pages, tables = _tables({"windows": SWA_BLOCK_SIZE, "entries": ENTRY_BLOCK_SIZE}, total + block, device)
-    blocks = {"window_blocks": pages["windows"] + 1, "entry_blocks": pages["entries"] + 1}
-    caches = V41Caches.allocate(config, indices, **blocks, rings=2, device=device)
+    windows, entries = (count + 1 for count in pages.values())
+    caches = V41Caches.allocate(config, indices, window_blocks=windows, entry_blocks=entries, rings=2, device=device)
     all_tables = V41Tables(**tables, rings=torch.ones(1, dtype=torch.int32, device=device))
     builder = V41StepBuilder(config, options.max_num_tokens, options.max_model_len, device)
     hidden = _hidden(total + block, config, device)

@@ -59,6 +59,10 @@ LAYERS = 3
 MOST_LAYERS = 12
 """Of a chain: of all heads so many, of a rank's share more, as it takes more of them to pass through L2."""
 
+TARGET_US = 1500.0
+"""Of a replay, if all heads of a layer were as fast as memory and tensor cores; a rank's share takes several times as
+long as that."""
+
 KINDS = {"swa": 1, "c4a": 4, "c128a": 128}
 MODEL = "model"
 """Kind of the cells that are a step of a whole model."""
@@ -126,6 +130,11 @@ class Case:
         if self.phase == "prefill":
             return [self.context + self.rows]
         return [max(self.context - 61 * r % 256, self.rows + 8) for r in range(self.requests)]
+
+    @property
+    def layer_key(self) -> tuple[Any, ...]:
+        """Cells that agree in it may have the same layers."""
+        return self.model, self.kind, self.tp, self.phase, self.context
 
     def build_layers(self, longest: int) -> list[Any]:
         return build_layers(self, longest)
@@ -529,7 +538,7 @@ def measure(
     candidates = {OURS: step.calls()}
     candidates |= {name: peer.calls() for name, peer in peers.items() if not isinstance(peer, str)}
     failures: dict[str, str] = {}
-    options: Any = {"flops_per_set": work.flops, "queued": True}
+    options: Any = {"target_us": TARGET_US / min(case.tp, 4), "flops_per_set": work.flops, "queued": True}
     timings = time_graphs(candidates, work.bytes, replays, failures=failures, **options)
     if OURS in failures:
         raise RuntimeError(f"{case.name}: cannot be captured in a graph: {failures[OURS]}")
@@ -592,7 +601,7 @@ def sweep(
         if time.monotonic() - begin > budget:
             report(case, f"the budget of {budget:.0f} s is used up")
             return cells, left_out, True
-        key = case.model, case.kind, case.tp, case.phase, case.context
+        key = case.layer_key
         if kept is None or kept[0] != key:
             kept = None
             gc.collect()
@@ -605,9 +614,7 @@ def sweep(
             report(case, why)
             continue
         if kept is None:
-            group = [
-                other for other in wanted if key == (other.model, other.kind, other.tp, other.phase, other.context)
-            ]
+            group = [other for other in wanted if other.layer_key == key]
             largest = max(group, key=lambda other: other.tokens)
             kept = key, largest.build_layers(max(max(other.lengths()) for other in group) + 64)
         step = case.make_step(kept[1])

@@ -63,11 +63,15 @@ class V41Case(Case):
         return (V41_PRESETS[self.model].compress_ratio_of(self.index),) * LAYERS
 
     @property
+    def layer_key(self) -> tuple[Any, ...]:
+        return self.model, self.kind, self.is_own
+
+    @property
     def is_draft(self) -> bool:
         return self.kind == "draft"
 
     @property
-    def caches(self) -> dict[str, str]:
+    def caches(self) -> dict[str, Any]:
         """Names of the formats."""
         names = ("mxfp8_v41+nvfp4_v41", "mxfp4") if self.is_own else ("fp8_ds_mla", "fp8")
         return dict(zip(("kv_cache", "index_cache"), names, strict=True))
@@ -97,18 +101,21 @@ def cases(full: bool = False) -> Iterator[V41Case]:
     config = V41_PRESETS[MODEL]
     batches = (1, 2, 4, 8, 16, 32, 64, 128, 256) if full else (1, 64, 128)
     for kind in KINDS:
+        if kind == "consumer2" and not full:  # as one of ratio 1
+            continue
         rows = config.draft_block_size if kind == "draft" else 1
-        contexts = (8192, 65536) if config.compress_ratio_of(KINDS[kind]) else (8192,)
-        for context in (*contexts, 262144) if full else contexts:
+        scores = kind in ("source1", "index")
+        contexts = (8192, 65536, 262144) if full else (8192, 65536) if scores else (8192,)
+        for context in contexts:
             for b in batches:
                 yield V41Case(MODEL, kind, "decode", b, rows, context)
-        if kind in ("source1", "index"):
-            for b in (1, 8):
+        if scores:
+            for b in (1, 8) if full or kind == "index" else (1,):
                 yield V41Case(MODEL, kind, "decode", b, 1, 1048576)
-        if kind in ("source1", "consumer1"):
+        if kind == "consumer1" or (full and kind.startswith("source")):
             for b in batches:
                 yield V41Case(MODEL, kind, "decode", b, 1, 8192, is_own=True)
-        if kind != "draft":
+        if full and kind != "draft":
             yield V41Case(MODEL, kind, "prefill", 1, 2048, 65536)
 
 
@@ -141,7 +148,7 @@ class V41LayerStep:
         entries, entry_blocks = paged(case, ENTRY_BLOCK_SIZE, max(case.lengths()), g)
         rings = torch.arange(case.requests, dtype=torch.int32, device=layer.DEVICE)
         self.tables = V41Tables(windows, entries, rings) if case.ratios[0] else V41Tables(windows)
-        blocks = {"window_blocks": window_blocks, "entry_blocks": entry_blocks, "rings": case.requests}
+        blocks: dict[str, Any] = {"window_blocks": window_blocks, "entry_blocks": entry_blocks, "rings": case.requests}
         self.caches = []
         for _ in layers:
             caches = V41Caches.allocate(self.config, [case.index], **blocks, **case.caches, device=layer.DEVICE)
@@ -162,7 +169,8 @@ class V41LayerStep:
     def _step(self, builder: V41StepBuilder, requests: int) -> V41Step:
         """Of the first requests."""
         case, tables = self.case, self.tables
-        some = V41Tables(*(None if t is None else t[:requests] for t in vars(tables).values()))
+        entries, rings = (None if t is None else t[:requests] for t in (tables.entries, tables.rings))
+        some = V41Tables(tables.windows[:requests], entries, rings)
         given = case.query_lengths()[:requests], case.lengths()[:requests], some, min(case.decodes, requests)
         return builder.build(*given, ring_rows=RING_ROWS, is_draft=case.is_draft)
 

@@ -164,11 +164,12 @@ def time_apart(
     candidates: Mapping[str, Sequence[Call]],
     bytes_per_set: float,
     replays: int = 21,
+    target_us: float = 1500.0,
     flops_per_set: float = 0.0,
     queued: bool = False,
 ) -> tuple[dict[str, float], float]:
     """(microseconds per call of all candidates with a short kernel ahead of each call, that kernel's own subtracted).
-    queued: as of `time_graphs`.
+    target_us, queued: as of `time_graphs`.
 
     The graph of short kernels alone has as many of them as the others: what a replay itself costs is subtracted too.
     """
@@ -181,7 +182,8 @@ def time_apart(
 
     apart = {name: [partial(behind, call) for call in calls] for name, calls in candidates.items()}
     alone = {BETWEEN: [between] * max(map(len, candidates.values()))}
-    timings = time_graphs({**alone, **apart}, bytes_per_set, replays, flops_per_set=flops_per_set, queued=queued)
+    options: Any = {"flops_per_set": flops_per_set, "queued": queued}
+    timings = time_graphs({**alone, **apart}, bytes_per_set, replays, target_us, **options)
     own = timings.pop(BETWEEN).median
     return {name: timing.median - own for name, timing in timings.items()}, own
 

@@ -84,7 +84,7 @@ def test_state_widths() -> None:
 def test_ids_are_unique_and_versioned() -> None:
     states = [formats.compressor_state(512, 4), formats.compressor_state(512, 128), formats.compressor_state(128, 4)]
     ids = [f.id for f in (*formats.FORMATS.values(), *states)]
-    assert len(set(ids)) == len(ids) == 11
+    assert len(set(ids)) == len(ids) == 13
     assert all(i.rsplit("/", 1)[1].isdigit() for i in ids)
     assert all(formats.FORMATS[i].id == i for i in formats.FORMATS)
 
@@ -445,7 +445,7 @@ bf16_rows = st.lists(st.integers(0, 0xFFFF), min_size=128, max_size=128).map(
 )
 
 
-V41 = [formats.MXFP8_V41, formats.NVFP4_V41]
+V41 = list(formats.V41_FORMATS)
 
 
 def quantized_v41(x: np.ndarray, fmt: Any) -> np.ndarray:
@@ -453,10 +453,10 @@ def quantized_v41(x: np.ndarray, fmt: Any) -> np.ndarray:
     codes, scales = [], []
     for part in x.reshape(-1, fmt.quant_block):
         largest = np.max(np.abs(part))
+        is_mxfp8 = fmt in formats.MXFP8_FORMATS
         if np.isnan(part).any():
-            code, scale = np.full(len(part), 0x7F if fmt is formats.MXFP8_V41 else 0), 0x7F
-            scale = 0xFF if fmt is formats.MXFP8_V41 else 0x7F
-        elif fmt is formats.MXFP8_V41:
+            code, scale = np.full(len(part), 0x7F if is_mxfp8 else 0), 0xFF if is_mxfp8 else 0x7F
+        elif is_mxfp8:
             scale = oracle.ue8m0_byte(largest, 448.0, 1e-4)
             code = oracle.e4m3_encode(part / 2.0 ** (scale - 127))
         else:
@@ -465,7 +465,7 @@ def quantized_v41(x: np.ndarray, fmt: Any) -> np.ndarray:
         codes.append(code)
         scales.append(scale)
     flat = np.concatenate(codes)
-    data = flat if fmt is formats.MXFP8_V41 else flat[0::2] | flat[1::2] << 4
+    data = flat if fmt in formats.MXFP8_FORMATS else flat[0::2] | flat[1::2] << 4
     return np.concatenate([data, np.array(scales)]).astype(np.uint8)
 
 
@@ -478,9 +478,44 @@ def test_v41_encode_matches_the_rules(fmt: Any) -> None:
     rows[4] = torch.randint(0, 0x7F80, (512,), generator=helpers.generator(2)).to(torch.int16).view(torch.bfloat16)
     rows[5] = rows[5] * 2.0**-30
     rows[6:] *= torch.exp2(torch.randint(-12, 9, (34, 1), generator=helpers.generator(3)).float()).bfloat16()
-    (records,) = fmt.encode(rows)
-    for row, record in zip(oracle.to_numpy(rows), records.numpy(), strict=True):
+    fields = fmt.encode(rows)
+    assert len(fields) == (2 if fmt.is_split else 1)
+    for row, record in zip(oracle.to_numpy(rows), torch.cat(fields, 1).numpy(), strict=True):
         np.testing.assert_array_equal(record, quantized_v41(row, fmt))
+
+
+@pytest.mark.parametrize("fmt", [formats.MXFP8_V41_SPLIT, formats.NVFP4_V41_SPLIT], ids=lambda fmt: fmt.id)
+def test_split_pages_hold_all_codes_then_all_scales(fmt: Any) -> None:
+    rows, block, codes, scales = helpers.spread((9, 512), seed=4), 5, fmt.data_bytes, fmt.scale_bytes
+    pool = fmt.allocate(3, block)
+    stride = -(-block * (codes + scales) // 512) * 512
+    assert pool.stride() == (stride, codes + scales, 1)
+    where = slots(14, 0, 3, -1, 7, 15, 2, 6, 11)
+    fmt.write(pool, block, where, rows)
+    want = np.zeros((3, stride), dtype=np.uint8)
+    for row, slot in zip(oracle.to_numpy(rows), where.tolist(), strict=True):
+        if 0 <= slot < 15:
+            page, inside = divmod(slot, block)
+            record = quantized_v41(row, fmt)
+            want[page, inside * codes : (inside + 1) * codes] = record[:codes]
+            at = block * codes + inside * scales
+            want[page, at : at + scales] = record[codes:]
+    np.testing.assert_array_equal(helpers.raw_bytes(pool).view(3, stride).numpy(), want)
+    kept = (where >= 0) & (where < 15)
+    assert torch.equal(fmt.read(pool, block, where[kept]), fmt.decode(*fmt.encode(rows[kept])))
+
+
+@pytest.mark.parametrize(("one", "other"), [formats.MXFP8_FORMATS, formats.NVFP4_FORMATS], ids=lambda fmt: fmt.id)
+def test_split_and_interleaved_forms_convert_byte_by_byte(one: Any, other: Any) -> None:
+    """Any bytes, NaN too, there and back."""
+    source = one.allocate(2, 4)
+    helpers.raw_bytes(source).random_(generator=helpers.generator(1))
+    between, back = other.allocate(3, 3), one.allocate(2, 4)
+    order, where = torch.arange(8), torch.randperm(9, generator=helpers.generator(2))[:8]
+    formats.convert(source, one, between, other, order, where)
+    assert torch.equal(torch.cat(other.read_fields(between, 3, where), 1), one.read_fields(source, 4, order)[0])
+    formats.convert(between, other, back, one, where, order)
+    assert torch.equal(back, source)
 
 
 def test_nvfp4_v41_record_by_hand() -> None:
@@ -562,7 +597,7 @@ def test_convert_keeps_what_the_format_holds(fmt: Any) -> None:
     kept = where >= 0
     fmt.write(before, 2, where, rows)
     assert torch.equal(helpers.raw_bytes(fmt.clone(target)), helpers.raw_bytes(before))
-    if fmt is not formats.FP8_DS_MLA and fmt is not formats.MXFP8_V41:
+    if fmt not in (formats.FP8_DS_MLA, *formats.MXFP8_FORMATS):
         again = formats.NVFP4_V41.allocate(2, 4)
         formats.convert(target, fmt, again, formats.NVFP4_V41, where[kept], order[kept])
         assert torch.equal(formats.NVFP4_V41.read(again, 4, order[kept]), rows[kept])

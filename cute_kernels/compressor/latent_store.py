@@ -31,9 +31,8 @@ from cute_kernels.formats import (
     INDEX_DIM,
     INDEXER_FP8,
     INDEXER_MXFP4,
-    MXFP8_V41,
-    NVFP4_V41,
     ROPE_DIM,
+    V41_FORMATS,
     V41_KV_CACHES,
 )
 from cute_kernels.kv_cache import record
@@ -50,7 +49,7 @@ WARPS = 4
 VECTOR = 128
 """Columns that a warp has at once."""
 
-V41 = (MXFP8_V41.id, NVFP4_V41.id)
+V41 = tuple(fmt.id for fmt in V41_FORMATS)
 
 
 class Rows(NamedTuple):
@@ -169,9 +168,9 @@ class LatentStoreKernel:
             turned.append(ptx.bf16x2(*pair) if is_rope else words[1][i])
         is_inside = (slot >= 0) & (slot < Int64(cache.capacity))
         page, inside = divmod(Int32(slot if is_inside else Int64(0)), cache.divisor)
-        target = cache.pool + Int64(page) * cache.page_stride
-        target += Int64(inside) * FORMATS[self.kv_format].row_elements
-        record.store_v41(lane, target, (*words[0], *turned), is_inside, self.kv_format, self.arch)
+        start = cache.pool + Int64(page) * cache.page_stride
+        places = record.places_v41(start, inside, cache.page_rows, self.kv_format)
+        record.store_v41(lane, places, (*words[0], *turned), is_inside, self.kv_format, self.arch)
 
     def load_angles(self, cache: epilogue.Cache, position: Any, lane: Any) -> tuple[Any, Any]:
         """Cosines and sines of a lane's last two pairs; lanes whose columns are not rotated read the first ones."""

@@ -663,7 +663,7 @@ def fused_compress_norm_rope_store(
 # ---- V4.1: latents, and what is stored of them
 
 LATENT_RATIOS = (1, 2)
-ENTRY_FORMATS = (formats.FP8_DS_MLA, formats.MXFP8_V41, formats.NVFP4_V41)
+ENTRY_FORMATS = (formats.FP8_DS_MLA, *formats.V41_FORMATS)
 KEY_FORMATS = (formats.INDEXER_FP8, formats.INDEXER_MXFP4)
 
 
@@ -892,7 +892,7 @@ def rope_quant_insert(
     kv_cache         the compressed cache, [num_blocks, rows, row_elements] of kv_format; mutated
     slot_mapping     int64 [T'], T' <= T, slots of kv_cache, distinct where valid
     compress_ratio   1 or 2
-    kv_format        record format id: "fp8_ds_mla/1", or V4.1's own "mxfp8_v41/1" or "nvfp4_v41/1"
+    kv_format        record format id: "fp8_ds_mla/1", or V4.1's own "mxfp8_v41/1", "nvfp4_v41/1" or a split form
     use_pdl          as of `compress_latent`
 
     Raises ValueError or TypeError on arguments that do not fit.

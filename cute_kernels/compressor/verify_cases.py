@@ -412,7 +412,7 @@ def stored_step(kv_format: str, rows: int, ratio: int, page_rows: int = 4, seed:
 
 def rope_inserts() -> Iterator[Example]:
     """rope_quant_insert(latent, positions, cos_sin_cache, kv_cache, slot_mapping, ratio, kv_format, use_pdl)"""
-    for fmt in (formats.FP8_DS_MLA, formats.MXFP8_V41, formats.NVFP4_V41):
+    for fmt in (formats.FP8_DS_MLA, *formats.V41_FORMATS):
         for rows, ratio, page_rows in ((1, 1, 32), (61, 2, 4), (300, 1, 3), (0, 1, 4)):
             a = stored_step(fmt.id, rows, ratio, page_rows)
             yield Example(f"{fmt.id}, ratio {ratio}, {rows} rows, pages of {page_rows}", tuple(a.values()))

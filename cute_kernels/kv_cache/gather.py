@@ -44,7 +44,15 @@ from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import convert, ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
-from cute_kernels.formats import FORMATS, FP8_DS_MLA, HEAD_DIM, NOPE_DIM, NVFP4_V41, V41_KV_CACHES
+from cute_kernels.formats import (
+    FORMATS,
+    FP8_DS_MLA,
+    HEAD_DIM,
+    NOPE_DIM,
+    V41_KV_CACHES,
+    Nvfp4V41Format,
+    label_of,
+)
 from cute_kernels.kv_cache import record
 from cute_kernels.kv_cache.call import GatherCall
 from cute_kernels.models import ModelConfig, latent_ratios
@@ -91,7 +99,7 @@ class GatherKernel:
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
         self.name = f"dequantize_and_gather_k_cache_w{key.warps}r{key.rows}" + ("_gathered" if key.gathered else "")
         if key.kv_format != FP8_DS_MLA.id:
-            self.name += f"_{key.kv_format.split('_')[0]}"
+            self.name += f"_{label_of(key.kv_format)}"
 
     @cute.jit
     def __call__(
@@ -185,8 +193,12 @@ class GatherKernel:
                 _, row = divmod(cutlass.max(first + start + i, 0), page_rows)
                 # a row that has no page reads page 0 and stores zeros
                 base = Int64(cutlass.max(row_page, 0)) * page_stride
-                pieces = second_offset, third_offset, is_rope
-                rows.append((row_page, self.load_row(pool + base, scales + base, row, lane, pieces)))
+                if const_expr(self.kv_format != FP8_DS_MLA.id):
+                    places = record.places_v41(pool + base, row, block_size, self.kv_format)
+                    rows.append((row_page, record.load_v41(places, lane, self.kv_format)))
+                else:
+                    pieces = second_offset, third_offset, is_rope
+                    rows.append((row_page, self.load_row(pool + base, scales + base, row, lane, pieces)))
             position += step
             entry = self.load_entry(ptx.load_global_s32_in_order, position, table, width, page_rows)
 
@@ -199,10 +211,8 @@ class GatherKernel:
             start += step
 
     def load_row(self, page: Any, scales: Any, row: Any, lane: Any, pieces: Any) -> Any:
-        """Load a lane's share of a row of the page at that address. scales: of the page, fp8_ds_mla; pieces: where the
-        lane's second and third one are there, and whether they are rope."""
-        if self.kv_format != FP8_DS_MLA.id:
-            return record.load_v41(page + Int64(row) * FORMATS[self.kv_format].row_elements, lane, self.kv_format)
+        """Load a lane's share of a row of fp8_ds_mla, of the page at that address. scales: of the page; pieces: where
+        the lane's second and third one are there, and whether they are rope."""
         second_offset, third_offset, is_rope = pieces
         data = page + Int64(row) * FP8_DS_MLA.data_bytes
         scale = scales + Int64(row) * FP8_DS_MLA.scale_bytes
@@ -445,7 +455,7 @@ class GatherKey(KernelKey):
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        if self.kv_format == NVFP4_V41.id:
+        if isinstance(FORMATS[self.kv_format], Nvfp4V41Format):
             return ("st.global.128",)
         return "ld.global.64", *convert.e4m3_instructions(self.arch), "st.global.128"
 

@@ -106,7 +106,7 @@ def quantize_and_insert_k_cache(
     _insert(InsertCall(k, k_cache, slot_mapping, block_size, kv_format))
 
 
-GATHERED = (formats.FP8_DS_MLA, formats.MXFP8_V41, formats.NVFP4_V41)
+GATHERED = (formats.FP8_DS_MLA, *formats.V41_FORMATS)
 
 
 def _check_gather(call: GatherCall) -> None:
@@ -189,7 +189,7 @@ def dequantize_and_gather_k_cache(
     block_table   int32 [R, width], row-strided; only the columns of the rows that are copied are looked at
     block_size    rows per page
     offset        first row of `out` that is written
-    kv_format     record format id: fp8_ds_mla/1, mxfp8_v41/1 or nvfp4_v41/1
+    kv_format     record format id: fp8_ds_mla/1, mxfp8_v41/1 or nvfp4_v41/1, or their split forms
 
     The values are exact: all products of a code and its scale fit bf16. Code 0x7F or 0xFF of e4m3 gives NaN. Raises
     ValueError or TypeError on arguments that do not fit.
@@ -336,7 +336,7 @@ def _check_rows(c: Checker, call: QuantInsertCall | Bf16InsertCall | Fp8InsertCa
 def _check_quant_insert(call: QuantInsertCall) -> None:
     c = Checker(_QUANT_INSERT)
     _check_rows(c, call)
-    fmt = formats.get_format(c, "kv_format", call.kv_format, formats.FP8_DS_MLA, formats.MXFP8_V41)
+    fmt = formats.get_format(c, "kv_format", call.kv_format, formats.FP8_DS_MLA, *formats.MXFP8_FORMATS)
     fmt.check(c, "k_cache", call.k_cache, call.block_size)
 
 
@@ -485,7 +485,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     eps             added to the mean square
     block_size      rows per page
     apply_q_norm    False: q is only rotated
-    kv_format       record format id: fp8_ds_mla/1, or V4.1's mxfp8_v41/1
+    kv_format       record format id: fp8_ds_mla/1, or V4.1's mxfp8_v41/1 or mxfp8_v41_split/1
     use_pdl         start while the kernel before on the stream still runs (programmatic dependent launch), and wait for
                     it before q, kv and the cache are touched. slot_mapping, positions and cos_sin_cache are constants:
                     they may be read before that, and what writes them must have ended before the kernel before starts

@@ -34,7 +34,15 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.dsl import convert, ptx, transforms
 from cute_kernels.dsl.ptx import DEPENDENT_LAUNCH_ARCH
 from cute_kernels.dsl.tensor import address, length, stride_bytes
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, MXFP8_V41, PLAIN_BF16, PLAIN_FP8, ROPE_DIM, V41_KV_CACHES
+from cute_kernels.formats import (
+    FP8_DS_MLA,
+    HEAD_DIM,
+    MXFP8_FORMATS,
+    PLAIN_BF16,
+    PLAIN_FP8,
+    ROPE_DIM,
+    V41_KV_CACHES,
+)
 from cute_kernels.kv_cache import query_norm, record
 from cute_kernels.kv_cache.call import Bf16InsertCall, Fp8InsertCall, QuantInsertCall
 from cute_kernels.models import ModelConfig, latent_ratios
@@ -44,6 +52,8 @@ from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
 
 # ---- config
+
+MXFP8 = tuple(fmt.id for fmt in MXFP8_FORMATS)
 
 FEW_ROWS = 4096
 """Up to so many rows of q, all tokens and heads together, one row per warp and angles ahead of the wait are faster;
@@ -244,10 +254,10 @@ class QnormKernel:
                 pieces = record.encode(lane, words[:4], words[4:], convert.bf16_words(values[8:]), self.arch)
                 if is_inside:
                     record.store_encoded(lane, page_start, row, block_size, pieces)
-            elif const_expr(self.form == MXFP8_V41.id):
-                target = page_start + Int64(row) * MXFP8_V41.row_elements
+            elif const_expr(self.form in MXFP8):
+                places = record.places_v41(page_start, row, block_size, self.form)
                 rounded = (*words[:4], *convert.bf16_words(values[8:]))
-                record.store_v41(lane, target, rounded, is_inside, self.form, self.arch)
+                record.store_v41(lane, places, rounded, is_inside, self.form, self.arch)
             elif const_expr(self.form == PLAIN_BF16.id):
                 target = page_start + Int64(row) * (2 * HEAD_DIM) + Int64(lane * 16)
                 ptx.store_global_128(target, words[:4], is_inside)

@@ -31,7 +31,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from cute_kernels.dsl import convert, ptx
-from cute_kernels.formats import FORMATS, FP8_DS_MLA, MXFP8_V41, NOPE_DIM, NVFP4_V41
+from cute_kernels.formats import FORMATS, FP8_DS_MLA, NOPE_DIM, Mxfp8V41Format
 from cute_kernels.numerics import CACHE_FLOOR, E4M3_MAX
 
 ROPE_LANE = 24
@@ -234,16 +234,35 @@ class LoadedRow(NamedTuple):
     scales_second: Any
 
 
-def load_v41(record: Any, lane: Any, kv_format: str) -> LoadedRow:
-    """Load a lane's share of the record at that address."""
-    scales = record + FORMATS[kv_format].data_bytes
+class Places(NamedTuple):
+    """Where a record's codes are, and its scales: so many bytes behind an address."""
+
+    codes: Any
+    scales: Any
+    behind: int
+
+
+def places_v41(page: Any, row: Any, page_rows: Any, kv_format: str) -> Places:
+    """Of row `row` of the page at that address, which has so many rows."""
+    fmt = FORMATS[kv_format]
+    if not fmt.is_split:
+        record = page + Int64(row) * fmt.row_elements
+        return Places(record, record, fmt.data_bytes)
+    scales = page + Int64(page_rows) * fmt.data_bytes
+    return Places(page + Int64(row) * fmt.data_bytes, scales + Int64(row) * fmt.scale_bytes, 0)
+
+
+def load_v41(places: Places, lane: Any, kv_format: str) -> LoadedRow:
+    """Load a lane's share of the record there."""
+    fmt, record = FORMATS[kv_format], places.codes
+    scales, half_scales = places.scales + places.behind, fmt.scale_bytes // 2
     codes: list[Any]
-    if kv_format == MXFP8_V41.id:
+    if isinstance(fmt, Mxfp8V41Format):
         codes = [ptx.load_global_64_in_order(record + Int64(lane * 8) + first) for first in (0, HALF_CODES)]
-        first_scale, half_scales = lane // 16 * 4, MXFP8_V41.scale_bytes // 2
+        first_scale = lane // 16 * 4
     else:
         codes = [(ptx.load_global_s32_in_order(record + Int64(lane * 4) + first),) for first in (0, HALF_CODES // 2)]
-        first_scale, half_scales = lane // 8 * 4, NVFP4_V41.scale_bytes // 2
+        first_scale = lane // 8 * 4
     words = [ptx.load_global_s32_in_order(scales + Int64(first_scale) + first) for first in (0, half_scales)]
     return LoadedRow(*codes, *words)
 
@@ -253,12 +272,13 @@ def store_decoded_v41(
     target: Any, lane: Any, row: LoadedRow, predicate: Any, kv_format: cutlass.Constexpr, arch: cutlass.Constexpr
 ) -> None:
     """As store_decoded, of what load_v41 has loaded."""
-    lanes = const_expr(FORMATS[kv_format].quant_block // 8)
+    fmt = const_expr(FORMATS[kv_format])
+    lanes = const_expr(fmt.quant_block // 8)
     shift = lane // lanes % 4 * 8
     start = target + Int64(lane * 16)
     for half in range_constexpr(2):
         byte = (row[2 + half] >> shift) & 0xFF
-        if const_expr(kv_format == MXFP8_V41.id):
+        if const_expr(isinstance(fmt, Mxfp8V41Format)):
             words = _values(row[half], convert.ue8m0_value(byte), arch)
         else:
             scale = convert.bf16x2_of_e4m3(byte)
@@ -271,18 +291,18 @@ def store_decoded_v41(
 
 @cute.jit
 def store_v41(
-    lane: Any, record: Any, words: Any, predicate: Any, kv_format: cutlass.Constexpr, arch: cutlass.Constexpr
+    lane: Any, places: Places, words: Any, predicate: Any, kv_format: cutlass.Constexpr, arch: cutlass.Constexpr
 ) -> None:
-    """Quantize a lane's columns and store them in the record at that address, where predicate holds. All lanes of the
-    warp must call. words: four of each half"""
+    """Quantize a lane's columns and store them in the record there, where predicate holds. All lanes of the warp must
+    call. words: four of each half"""
     fmt = const_expr(FORMATS[kv_format])
     lanes = const_expr(fmt.quant_block // 8)
     for half in range_constexpr(2):
         own = words[4 * half : 4 * half + 4]
         largest = convert.magnitude_or_nan(own, lanes)
         is_nan, absmax = largest > 0x7F80, (largest << 16).bitcast(Float32)
-        codes_at = record + Int64(half * (fmt.data_bytes // 2))
-        if const_expr(kv_format == MXFP8_V41.id):
+        codes_at = places.codes + Int64(half * (fmt.data_bytes // 2))
+        if const_expr(isinstance(fmt, Mxfp8V41Format)):
             scale = convert.ue8m0_from_absmax(absmax, E4M3_MAX, CACHE_FLOOR)
             low, high = _codes(own, scale, arch)
             low, high = (Int32(0x7F7F7F7F) if is_nan else low), (Int32(0x7F7F7F7F) if is_nan else high)
@@ -294,5 +314,5 @@ def store_v41(
             codes = convert.e2m1_from_bf16s(own, factor, "ties_to_even")
             scale = Int32(0x7F) if is_nan else scale
             ptx.store_global_s32(codes_at + Int64(lane * 4), Int32(0) if is_nan else codes, predicate)
-        scale_at = record + Int64(fmt.data_bytes + half * (fmt.scale_bytes // 2) + lane // lanes)
+        scale_at = places.scales + Int64(places.behind + half * (fmt.scale_bytes // 2) + lane // lanes)
         ptx.store_global_8(scale_at, scale, predicate & (lane % lanes == 0))

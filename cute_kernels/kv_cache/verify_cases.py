@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cute_kernels import formats
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, MXFP8_V41, NVFP4_V41
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, MXFP8_FORMATS, V41_FORMATS
 from cute_kernels.runtime.verify import Example, compare_arguments, raw_memory
 
 _POISON = 0xA5
@@ -80,7 +80,7 @@ def gather() -> Iterator[Example]:
             f"pages of {block_size} and {extra} bytes between them, from row {offset}, {'tails' if tails else 'all'}",
             _gather_arguments(block_size, extra, offset, tails),
         )
-    for fmt in (MXFP8_V41, NVFP4_V41):
+    for fmt in V41_FORMATS:
         for block_size, extra, offset, tails in ((64, 64, 0, True), (7, 8, 5, False)):
             name = f"{fmt.id}, pages of {block_size}, from row {offset}, {'tails' if tails else 'all'}"
             yield Example(name, _gather_arguments(block_size, extra, offset, tails, fmt))
@@ -224,8 +224,9 @@ def _examples(fmt: Any) -> Iterator[Example]:
 def _quant_inserts() -> Iterator[Example]:
     """Into records of V4's windows, and of V4.1's, whose queries have no norm."""
     yield from _examples(formats.FP8_DS_MLA)
-    arguments = _arguments(MXFP8_V41, 70, 13, 3, 528, 61, norm=False, use_pdl=True)
-    yield Example("V4.1's own records", arguments, partial(agree_but_for_queries, 0))
+    for fmt in MXFP8_FORMATS:
+        arguments = _arguments(fmt, 70, 13, 3, 528, 61, norm=False, use_pdl=True)
+        yield Example(f"V4.1's own records, {fmt.id}", arguments, partial(agree_but_for_queries, 0))
 
 
 _NAME = "fused_deepseek_v4_qnorm_rope_kv_rope_"

@@ -22,10 +22,10 @@ MAX_HEADS = 128
 MOST_NUMBERS = 2**30
 """Rows, slots, columns and work tiles are counted in int32, with room for what is added to the last of them."""
 
-PAGED_FORMATS = (formats.FP8_DS_MLA, formats.PLAIN_BF16, formats.MXFP8_V41)
+PAGED_FORMATS = (formats.FP8_DS_MLA, formats.PLAIN_BF16, *formats.MXFP8_FORMATS)
 """Of the window's cache, or the only one."""
 
-EXTRA_FORMATS = (*PAGED_FORMATS, formats.NVFP4_V41)
+EXTRA_FORMATS = (*PAGED_FORMATS, *formats.NVFP4_FORMATS)
 """Of the compressed cache."""
 
 

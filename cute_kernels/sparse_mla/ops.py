@@ -196,7 +196,7 @@ def sparse_mla_decode(
     attn_sink          fp32 [h]: a logit without a value; -inf or None has no effect, +inf gives out = 0
     softmax_scale      default 512^-0.5
     kv_format          record format id of k_cache: fp8_ds_mla/1, mxfp8_v41/1 or plain_bf16/1. Kernels take mxfp8_v41/1
-                       and nvfp4_v41/1 on sm_90a, beside fp8_ds_mla/1 or each other, with extra_indices
+                       and nvfp4_v41/1, and their split forms, on sm_90a, beside fp8_ds_mla/1 or each other
     extra_k_cache      a second cache of extra_kv_format, which may be nvfp4_v41/1 too, attended to in the same softmax;
                        its rows are named either by
       extra_indices      int32 [b, s_q, extra_topk], with

@@ -4,7 +4,8 @@
     op       kernel                           arch              heads          caches        rows, and what else
     decode   hopper/decode                    sm_90a            17 and more    fp8_ds_mla
                                                                 1 to 16                      few rows, below
-             hopper/decode_swap_ab            sm_90a            1 to 16        V4.1's        whole, no block table
+             hopper/decode_swap_ab            sm_90a            1 to 16        V4.1's        whole, no block table,
+                                                                                             interleaved
              hopper/decode                    sm_90a            all            V4.1's        all others
              mma_sync/decode_small_heads      sm_90a            1 to 16        fp8_ds_mla    all others
                                               sm_100a, sm_103a                               blackwell/ may not run
@@ -22,16 +23,16 @@
              blackwell/prefill_paged          sm_100a, sm_103a  all            fp8_ds_mla    countable; as prefill
              mma_sync/prefill                 all               all            all           where no other does
     mixed    hopper/prefill_swap_ab           sm_90a            1 to 16        plain_bf16
-             hopper/prefill_mixed             sm_90a            17 and more    plain_bf16
-                                                                all            plain_fp8
+             hopper/prefill_mixed_swap_ab     sm_90a            1 to 32        plain_fp8
+             hopper/prefill_mixed             sm_90a            all others     both
              blackwell/prefill_mixed          sm_100a, sm_103a  all            both          gathered, trusted
              mma_sync/prefill                 all               all            both          where no other does
 
-V4.1's: mxfp8_v41 beside itself, fp8_ds_mla or nvfp4_v41, and fp8_ds_mla beside both, the window's first; no kernel
-elsewhere, nor of paged prefill. Gathered, mapped: what Blackwell's copies can address (`ungathered`, `unmapped`);
-trusted: runtime.trust; countable: `is_countable`. Results as codes and raw queries (q_norm, not for 16 heads or fewer)
-are variants of hopper/'s kernels and of mma_sync/decode_small_heads on sm_90a, with fp8_ds_mla caches, or in decode
-V4.1's, where there are formats; decode_swap_ab has none.
+V4.1's: mxfp8_v41 beside itself, fp8_ds_mla or nvfp4_v41, and fp8_ds_mla beside both, the window's first, interleaved or
+split; no kernel elsewhere, nor of paged prefill. Gathered, mapped: what Blackwell's copies can address (`ungathered`,
+`unmapped`); trusted: runtime.trust; countable: `is_countable`. Results as codes and raw queries (q_norm, not for 16
+heads or fewer) are variants of hopper/'s kernels and of mma_sync/decode_small_heads on sm_90a, with fp8_ds_mla caches,
+or in decode V4.1's, where there are formats; decode_swap_ab has none.
 
 Few rows: with up to 16 heads Hopper's decode takes a call if `num_splits` and `split_tokens` are 0 and 2 x rows <=
 multiprocessors (66 rows on an H100), as it is faster then; with more rows the other is. With up to 8 heads and long
@@ -48,7 +49,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, MXFP8_V41, NVFP4_V41, PLAIN_BF16, PLAIN_FP8, V41_KV_CACHES
+from cute_kernels import formats
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8, V41_KV_CACHES
 from cute_kernels.models import ModelConfig, latent_ratios
 from cute_kernels.runtime import trust
 from cute_kernels.runtime.arch import BLACKWELL, arch_of, multiprocessors
@@ -65,6 +67,7 @@ from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
+from cute_kernels.sparse_mla.hopper.prefill_mixed_swap_ab import SwapAbMixedFp8Key
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import QuantSwapAbPrefillKey, SwapAbMixedKey, SwapAbPrefillKey
@@ -80,13 +83,17 @@ HOPPER = "sm_90a"
 SMALL_HEADS = (8, 16)
 """Heads of a work tile that kernels for few heads are made for: up to the last, calls are theirs."""
 
+MIXED_FP8_HEADS = (*SMALL_HEADS, 32)
+"""The same of sparse_mla_mixed over e4m3 caches."""
+
 MOST_NORMED_HEADS = SMALL_HEADS[-1]
 """No kernel for that many heads or fewer takes raw queries."""
 
 FEW_ROWS_HEADS = (8, 16)
 """Those of which Hopper's decode takes calls with few rows."""
 
-V41_FORMATS = (MXFP8_V41.id, NVFP4_V41.id)
+V41_FORMATS = tuple(fmt.id for fmt in formats.V41_FORMATS)
+V41_SPLIT = tuple(fmt.id for fmt in formats.V41_FORMATS if fmt.is_split)
 
 LEAST_HOPPER_HEADS = 16
 """Of a work tile of Hopper's decode: with fewer, some are masked."""
@@ -141,12 +148,14 @@ def decode_key(
 
 
 def takes_swap_ab(call: DecodeCall) -> bool:
-    """Whether rows of a call go to decode_swap_ab, few ones aside: few heads over V4.1's own records, in one split
-    each, the extra one by slots; bf16 results, and rows of q and out equally far apart."""
+    """Whether rows of a call go to decode_swap_ab, few ones aside: few heads over V4.1's own interleaved records, in
+    one split each, the extra one by slots; bf16 results, and rows of q and out equally far apart."""
     index = call.q.device.index
     if call.q.shape[2] > MOST_NORMED_HEADS or not is_v41(call.formats) or arch_of(index) != HOPPER:
         return False
-    if call.extra == "dense" or call.is_quantized or call.out.element_size() != 2 or call.split_tokens:
+    if not set(call.formats).isdisjoint(V41_SPLIT) or call.extra == "dense":
+        return False
+    if call.is_quantized or call.out.element_size() != 2 or call.split_tokens:
         return False
     tokens = call.q.shape[1]
     is_even = all(
@@ -167,7 +176,7 @@ def why_not_formats_of_decode(call: DecodeCall) -> str:
     arch = arch_of(call.q.device.index)
     if arch != HOPPER or PLAIN_BF16.id in call.formats:
         return (
-            f"caches of {' and '.join(V41_FORMATS)} are supported on {HOPPER}, beside {FP8_DS_MLA.id} or each other; "
+            f"caches of V4.1's own records are supported on {HOPPER}, beside {FP8_DS_MLA.id} or each other; "
             f"got {arch} with {' and '.join(call.formats)}"
         )
     return ""
@@ -276,11 +285,11 @@ def v41_decode_keys(arch: str, heads: int) -> list[DecodeKernelKey]:
     """Over records of V4.1's own: of a window alone, and of a window and picks."""
     keys: list[DecodeKernelKey] = []
     for window, entries in V41_KV_CACHES.values():
-        for extra, formats in (("none", (window.id, window.id)), ("listed", (window.id, entries.id))):
-            if is_v41(formats):
-                keys += [decode_key(arch, heads, extra, fp32, *formats) for fp32 in (False, True)]
+        for extra, pair in (("none", (window.id, window.id)), ("listed", (window.id, entries.id))):
+            if is_v41(pair):
+                keys += [decode_key(arch, heads, extra, fp32, *pair) for fp32 in (False, True)]
                 if heads <= MOST_NORMED_HEADS:
-                    keys.append(DecodeSwapAbKey(arch, heads_of_group(heads), extra, *formats))
+                    keys.append(DecodeSwapAbKey(arch, heads_of_group(heads), extra, *pair))
     return keys
 
 
@@ -416,9 +425,10 @@ def mixed_key(arch: str, heads: int, kv_format: str, may_own: bool = True) -> Ke
     """The kernel for so many heads and caches of that format. may_own: whether Blackwell's own kernel may run"""
     is_fp8 = kv_format == PLAIN_FP8.id
     if arch == HOPPER:
-        if is_fp8:
-            return MixedFp8Key(arch)
-        return SwapAbMixedKey(arch, heads_of_group(heads)) if heads <= SMALL_HEADS[-1] else MixedKey(arch)
+        few, swap_ab, many = (
+            (MIXED_FP8_HEADS, SwapAbMixedFp8Key, MixedFp8Key) if is_fp8 else (SMALL_HEADS, SwapAbMixedKey, MixedKey)
+        )
+        return swap_ab(arch, heads_of_group(heads)) if heads <= few[-1] else many(arch)
     if arch in BLACKWELL and may_own:
         return BlackwellMixedFp8Key(arch) if is_fp8 else BlackwellMixedKey(arch)
     return PortableMixedKey(arch, group_heads(heads), kv_format)

@@ -20,6 +20,7 @@ from cute_kernels.sparse_mla.arguments import list_tiles
 
 _FP8, _BF16, _E4M3 = formats.FP8_DS_MLA.id, formats.PLAIN_BF16.id, formats.PLAIN_FP8.id
 _MXFP8, _NVFP4 = formats.MXFP8_V41.id, formats.NVFP4_V41.id
+_MXFP8_SPLIT, _NVFP4_SPLIT = formats.MXFP8_V41_SPLIT.id, formats.NVFP4_V41_SPLIT.id
 _LARGEST = 1.0
 """No value of a cache is larger, so that rounding explains what the tolerances allow, also where sums cancel."""
 
@@ -285,6 +286,7 @@ _DECODE = {
     "V4.1's rows twice": _Case(16, first=_MXFP8, second=_MXFP8, extra=300, split_tokens=128, lengths=(0, 3, 128)),
     "fp8 and V4.1's rows": _Case(100, second=_MXFP8, extra=70, partial=True),
     "V4.1's window and pages": _Case(64, first=_MXFP8, second=_NVFP4, dense=True, extra=300, rows=(64, 2), s_q=2),
+    "V4.1's split window and picks": _Case(64, first=_MXFP8_SPLIT, second=_NVFP4_SPLIT, extra=512, rows=(64, 5)),
     "fp8 and V4.1's pages, parts": _Case(8, second=_NVFP4, dense=True, extra=600, rows=(64, 64), num_splits=3),
     "bf16 and fp8 pages": _Case(32, first=_BF16, second=_FP8, dense=True, extra=99, rows=(64, 2), split_tokens=64),
 }

@@ -64,6 +64,7 @@ from cute_kernels.sparse_mla import combine
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
+from cute_kernels.sparse_mla.hopper.prefill_mixed_swap_ab import SwapAbMixedFp8Key
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import (
@@ -612,6 +613,17 @@ def hoppers_attention() -> Iterator[Row]:
         yield Row(key, 255, ptx, sass)
 
 
+def mixed_of_few_heads() -> Iterator[Row]:
+    """A warp's products for 8 heads: Q K^T of 16 keys, of a work tile's first tile and of the others, and P V of 128
+    columns. Nothing goes to tensor cores through the other proxy. Of 32 heads a group of wgmma's products is Q K^T of a
+    slab, or P V of 64 columns."""
+    for heads in HEADS:
+        products = {r"\bmma\.sync\.": 3 * (HEAD_DIM // 16) * heads // 8}
+        yield Row(SwapAbMixedFp8Key(HOPPER, heads), 255, products, absent=r"wgmma|fence\.proxy")
+    products = {r"\bwgmma\.mma_async\.": 2 * (HEAD_DIM // 16) + 4 * (64 // 16)}
+    yield Row(SwapAbMixedFp8Key(HOPPER, 32), 255, products, {IN_FLIGHT: 2 * (HEAD_DIM // 128) + 4})
+
+
 def decodes_of_few_heads() -> Iterator[Row]:
     kinds = ((8, "dense", True), (16, "listed", False), (8, "listed", False, True), (16, "dense", False, True))
     keys = [SmallHeadsDecodeKey(HOPPER, *kind) for kind in (*kinds, (16, "dense", True))]
@@ -683,7 +695,7 @@ TABLE = {
         *(latents, maxima_of_blocks, scores_of_candidates),
         *(entries_of_ratio_4, entries_of_ratio_128, steps_before_attention, queries, gathers_of_index_keys),
         *(hoppers_scores, portable_scores, hoppers_gemms, hoppers_gemms_of_few_rows, portable_gemms),
-        *(hoppers_attention, decodes_of_few_heads, portable_decodes, portable_prefills, combines),
+        *(hoppers_attention, mixed_of_few_heads, decodes_of_few_heads, portable_decodes, portable_prefills, combines),
     )
     for row in rows()
 }

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.formats import NVFP4_V41
+from cute_kernels.formats import MXFP8_V41_SPLIT, NVFP4_V41, NVFP4_V41_SPLIT
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.sparse_mla.hopper import decode_swap_ab
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
@@ -16,10 +16,11 @@ from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
 from tests.compile.questions import parts
 from tests.compile.reports import compile_report
 
-KEYS = DecodeKey("sm_90a", 64, format1=NVFP4_V41.id), DecodeSwapAbKey("sm_90a", 8)
+SPLIT = {"format0": MXFP8_V41_SPLIT.id, "format1": NVFP4_V41_SPLIT.id}
+KEYS = DecodeKey("sm_90a", 64, format1=NVFP4_V41.id), DecodeSwapAbKey("sm_90a", 8), DecodeKey("sm_90a", 64, **SPLIT)
 
 
-@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.kernel_name)
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
 def test_nothing_spills(key: DecodeKey | DecodeSwapAbKey) -> None:
     report = compile_report(key)
     assert (report.spill_stores, report.spill_loads) == (0, 0)

@@ -14,6 +14,7 @@ from cute_kernels.sparse_mla.hopper import index_loader
 from cute_kernels.sparse_mla.hopper import prefill as kernel
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
+from cute_kernels.sparse_mla.hopper.prefill_mixed_swap_ab import SwapAbMixedFp8Key
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import QuantSwapAbPrefillKey, SwapAbMixedKey, SwapAbPrefillKey
 from cute_kernels.sparse_mla.launch import MIXED, PREFILL
 
@@ -57,6 +58,7 @@ def test_deployments(model: str, tp: int) -> None:
     few = SwapAbPrefillKey("sm_90a", heads), SwapAbMixedKey("sm_90a", heads), QuantSwapAbPrefillKey("sm_90a", heads)
     many = PrefillKey("sm_90a"), MixedKey("sm_90a"), QuantPrefillKey("sm_90a")
     one, other, codes = few if heads <= 16 else many
+    over_codes = SwapAbMixedFp8Key("sm_90a", heads) if heads <= 32 else MixedFp8Key("sm_90a")
     raw = [NormQuantPrefillKey("sm_90a")] if heads > 16 else []
     assert PREFILL.deployment_keys(MODELS[model], tp, "sm_90a") == [one, codes, *raw]
-    assert MIXED.deployment_keys(MODELS[model], tp, "sm_90a") == [other, MixedFp8Key("sm_90a")]
+    assert MIXED.deployment_keys(MODELS[model], tp, "sm_90a") == [other, over_codes]

@@ -18,7 +18,7 @@ import torch
 from cute_kernels.runtime.record import record_calls
 from cute_kernels.sparse_mla.ops import sparse_mla_decode, sparse_mla_decode_workspace_size
 from tests import oracle
-from tests.gpu.decode_checks import BF16, FP8, MXFP8, NVFP4, assert_near, attention
+from tests.gpu.decode_checks import BF16, FP8, MXFP8, MXFP8_SPLIT, NVFP4, NVFP4_SPLIT, assert_near, attention
 from tests.helpers import raw_bytes
 
 DEVICE, IMPLEMENTATION = "cuda", "kernel"
@@ -58,23 +58,29 @@ class Pool:
     fp8_ds_mla: row o has 448 e4m3 codes and 64 bf16 values at o * 576, 7 scale exponents + 127 at rows * 576 + o * 8
     mxfp8_v41: row o has 512 e4m3 codes at o * 528, and behind them 16 scale exponents + 127
     nvfp4_v41: row o has 256 bytes of two e2m1 codes each at o * 288, and behind them 32 e4m3 scales
+    mxfp8_v41_split, nvfp4_v41_split: the same codes at o * 512, o * 256, and the scales behind those of all rows
     plain_bf16: row o has 512 bf16 values at o * 1024
     """
 
     def __init__(self, kv_format: str, pages: int, rows: int, more_stride: int = 0, poison: int = 0xFF) -> None:
         self.kv_format, self.pages, self.rows, self.capacity = kv_format, pages, rows, pages * rows
-        fp8 = kv_format == FP8
-        self.width = {FP8: 576, MXFP8: 528, NVFP4: 288, BF16: 1024}[kv_format]
+        self.kind = {MXFP8_SPLIT: MXFP8, NVFP4_SPLIT: NVFP4}.get(kv_format, kv_format)
+        width, scales = {FP8: (576, 8), MXFP8: (512, 16), NVFP4: (256, 32), BF16: (1024, 0)}[self.kind]
         self.size = 2 if kv_format == BF16 else 1
-        self.stride = (round_up(rows * 584, 576) if fp8 else rows * self.width) + more_stride
+        record = width + scales
+        self.stride = round_up(rows * record, 576 if kv_format == FP8 else 16) + more_stride
         self.bytes = torch.full((pages * self.stride,), poison, dtype=torch.uint8, device=DEVICE)
-        view = (pages, rows, 584 if fp8 else self.width // self.size)
+        view = (pages, rows, record // self.size)
         elements = self.bytes.view(torch.bfloat16) if kv_format == BF16 else self.bytes
         self.cache = elements.as_strided(view, (self.stride // self.size, view[2], 1))
-        self.data = self.bytes.as_strided((pages, rows, self.width), (self.stride, self.width, 1))
-        self.scales = (
-            self.bytes.as_strided((pages, rows, 8), (self.stride, 8, 1), rows * 576) if fp8 else self.data[..., :0]
-        )
+        if kv_format in (MXFP8, NVFP4):
+            at, steps = width, (record, record)
+        else:
+            at, steps = rows * width, (width, scales)
+        self.data = self.bytes.as_strided((pages, rows, width), (self.stride, steps[0], 1))
+        self.scales = self.data[..., :0]
+        if scales:
+            self.scales = self.bytes.as_strided((pages, rows, scales), (self.stride, steps[1], 1), at)
 
     def put(self, slots: torch.Tensor, seed: int = 0, largest: float = LARGEST) -> None:
         """Random records of values up to `largest` at the valid ones of `slots`, whatever its shape."""
@@ -91,40 +97,38 @@ class Pool:
             scales = torch.randint(122, 125, (n, 8), device=DEVICE, generator=g, dtype=torch.uint8)
             scales[:, 7] = 0xFF  # the unused byte means nothing
             self.write(slots, torch.cat([codes, values(64).bfloat16().view(torch.uint8)], dim=1), scales)
-        elif self.kv_format == MXFP8:
+        elif self.kind == MXFP8:
             codes = (values(512) * (4 / LARGEST)).to(torch.float8_e4m3fn).view(torch.uint8)
             scales = torch.randint(122, 125, (n, 16), device=DEVICE, generator=g, dtype=torch.uint8)
-            self.write(slots, torch.cat([codes, scales], dim=1))
-        elif self.kv_format == NVFP4:
+            self.write(slots, codes, scales)
+        elif self.kind == NVFP4:
             # codes of up to 6 times scales 0 .. 2^-4 * 1.25, subnormal ones now and then
             codes = torch.randint(0, 256, (n, 256), device=DEVICE, generator=g, dtype=torch.uint8)
             scales = torch.randint(0, 0x1B, (n, 32), device=DEVICE, generator=g, dtype=torch.uint8)
-            self.write(slots, torch.cat([codes, scales], dim=1))
+            self.write(slots, codes, scales)
         else:
             self.write(slots, values(512).bfloat16().view(torch.uint8))
 
     def write(self, slots: torch.Tensor, data: torch.Tensor, scales: torch.Tensor | None = None) -> None:
-        """Store the bytes of records: data [n, width], and scales [n, 8] if the format has them elsewhere."""
+        """Store the bytes of records: data [n, width], and scales if the format has any."""
         page, row = slots // self.rows, slots % self.rows
         self.data[page, row] = data
-        if self.kv_format == FP8:
+        if scales is not None:
             self.scales[page, row] = scales
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         """float64 [n, 512] of the records at valid slots."""
         page, row = slots // self.rows, slots % self.rows
-        data = self.data[page, row]
-        if self.kv_format == MXFP8:
-            return _codes()[data[:, :512].long()] * torch.exp2(data[:, 512:].double() - 127).repeat_interleave(
-                32, dim=1
-            )
-        if self.kv_format == NVFP4:
-            nibbles = torch.stack([data[:, :256] & 15, data[:, :256] >> 4], dim=2).flatten(1).long()
+        data, scales = self.data[page, row], self.scales[page, row]
+        if self.kind == MXFP8:
+            return _codes()[data.long()] * torch.exp2(scales.double() - 127).repeat_interleave(32, dim=1)
+        if self.kind == NVFP4:
+            nibbles = torch.stack([data & 15, data >> 4], dim=2).flatten(1).long()
             values = torch.from_numpy(oracle.E2M1).to(DEVICE)[nibbles & 7] * (1 - 2 * (nibbles >> 3))
-            return values * _codes()[data[:, 256:].long()].repeat_interleave(16, dim=1)
+            return values * _codes()[scales.long()].repeat_interleave(16, dim=1)
         if self.kv_format != FP8:
             return data.view(torch.bfloat16).double()
-        factors = torch.exp2(self.scales[page, row, :7].double() - 127).repeat_interleave(64, dim=1)
+        factors = torch.exp2(scales[:, :7].double() - 127).repeat_interleave(64, dim=1)
         return torch.cat([_codes()[data[:, :448].long()] * factors, data[:, 448:].view(torch.bfloat16).double()], 1)
 
 

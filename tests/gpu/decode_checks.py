@@ -17,6 +17,7 @@ from tests.helpers import bits
 
 FP8, BF16 = "fp8_ds_mla/1", "plain_bf16/1"
 MXFP8, NVFP4 = "mxfp8_v41/1", "nvfp4_v41/1"
+MXFP8_SPLIT, NVFP4_SPLIT = "mxfp8_v41_split/1", "nvfp4_v41_split/1"
 KERNELS: dict[str, dict[str, Any]] = {
     "chosen": {},
     "teams": {"BLACKWELL": (), "SMALL_HEADS": (8, 16), "FEW_ROWS_HEADS": ()},

@@ -32,6 +32,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "prefill_paged_cluster.PagedClusterKey": ("sparse_mla_prefill_paged",),
     "prefill_mixed.MixedKey": ("sparse_mla_mixed",),
     "prefill_mixed.MixedFp8Key": ("sparse_mla_mixed",),
+    "prefill_mixed_swap_ab.SwapAbMixedFp8Key": ("sparse_mla_mixed",),
     "prefill_swap_ab.SwapAbPrefillKey": ("sparse_mla_prefill",),
     "prefill_swap_ab.QuantSwapAbPrefillKey": ("sparse_mla_prefill",),
     "prefill_swap_ab.SwapAbMixedKey": ("sparse_mla_mixed",),

@@ -16,7 +16,7 @@ from cute_kernels.kv_cache.ops import (
 )
 from tests import oracle
 from tests.gpu.decode_cases import Pool, check, fill, int32, make, run
-from tests.gpu.decode_checks import BF16, FP8, MXFP8, NVFP4, same_bits
+from tests.gpu.decode_checks import BF16, FP8, MXFP8, MXFP8_SPLIT, NVFP4, NVFP4_SPLIT, same_bits
 from tests.helpers import poisoned_pool, raw_bytes, spread
 
 pytestmark = [
@@ -28,6 +28,7 @@ pytestmark = [
 ]
 
 PAIRS = [(FP8, NVFP4), (FP8, MXFP8), (MXFP8, MXFP8), (MXFP8, NVFP4), (MXFP8, FP8)]
+SPLIT_PAIRS = [(FP8, NVFP4_SPLIT), (MXFP8_SPLIT, MXFP8_SPLIT), (MXFP8_SPLIT, NVFP4_SPLIT)]
 HEADS = (8, 16, 32, 64)
 
 
@@ -49,6 +50,23 @@ def test_decode(heads: int, first: str, second: str) -> None:
     check(make(4, heads=heads, kv_format=MXFP8, lengths="b"))
 
 
+@pytest.mark.parametrize(("first", "second"), SPLIT_PAIRS)
+@pytest.mark.parametrize("heads", [8, 64])
+def test_split_pages(heads: int, first: str, second: str) -> None:
+    """Codes of all rows of a page, then their scales: by slots and by pages, odd pages and strides."""
+    both: dict[str, Any] = {"kv_format": first, "extra_format": second, "heads": heads}
+    for b, kind, rows, extra_rows, splits in (
+        (5, "listed", 64, 32, {"num_splits": 1}),
+        (4, "listed", 7, 5, {"num_splits": 3}),
+        (140, "listed", 64, 64, {}),
+        (5, "dense", 64, 5, {"num_splits": 1}),
+    ):
+        sizes: dict[str, Any] = {"rows": rows, "extra_rows": extra_rows, "extra_topk": 200 + b, "seed": b}
+        check(make(b, 1, second=kind, **sizes, **both, lengths="bs", more_stride=528 * (b % 2), **splits))
+    if first != FP8:
+        check(make(4, heads=heads, kv_format=first, lengths="b"))
+
+
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 @pytest.mark.parametrize("heads", [8, 64])
 def test_block_tables(heads: int, first: str, second: str) -> None:
@@ -60,7 +78,7 @@ def test_block_tables(heads: int, first: str, second: str) -> None:
     check(make(70, extra_topk=130, extra_rows=64, **both))
 
 
-@pytest.mark.parametrize("second", [NVFP4, MXFP8])
+@pytest.mark.parametrize("second", [NVFP4, MXFP8, NVFP4_SPLIT, MXFP8_SPLIT])
 def test_rows_are_what_their_bytes_say(second: str) -> None:
     """One key a row: the result is the record, whatever its scales are; a NaN in it reaches no other row."""
     fmt = formats.FORMATS[second]
@@ -70,18 +88,18 @@ def test_rows_are_what_their_bytes_say(second: str) -> None:
     call.extra = Pool(second, 2, 32)
     call.indices.fill_(-1)
     call.extra_indices.copy_(torch.arange(64, device="cuda")[:, None, None])
-    bytes_ = torch.randint(0, 256, (64, fmt.row_elements), device="cuda", dtype=torch.uint8)
-    if second == NVFP4:
-        bytes_[:, 256:] = torch.arange(64 * 32, device="cuda").view(64, 32) % 0x7F
-        bytes_[9, 256 + 5] = 0x7F
+    codes, scales = (torch.randint(0, 256, (64, n), device="cuda").byte() for n in (fmt.data_bytes, fmt.scale_bytes))
+    if call.extra.kind == NVFP4:
+        scales[:] = torch.arange(64 * 32, device="cuda").view(64, 32) % 0x7F
+        scales[9, 5] = 0x7F
     else:
-        bytes_[:, :512] &= 0xF7  # no NaN among codes
-        bytes_[:, 512:] = (torch.arange(64 * 16, device="cuda") % 130 + 20).view(64, 16)
-        bytes_[9, 512 + 3] = 0xFF
-    call.extra.write(torch.arange(64, device="cuda"), bytes_)
+        codes &= 0xF7  # no NaN among codes
+        scales[:] = (torch.arange(64 * 16, device="cuda") % 130 + 20).view(64, 16)
+        scales[9, 3] = 0xFF
+    call.extra.write(torch.arange(64, device="cuda"), codes, scales)
     call.q.zero_()
     out, _ = run(call)
-    want = fmt.decode(bytes_)[:, None, None].expand_as(out)
+    want = fmt.dequantize(codes, scales).bfloat16()[:, None, None].expand_as(out)
     assert out[9].isnan().all()  # its logit is NaN
     others = torch.arange(64, device="cuda") != 9
     assert torch.equal(out[others], want[others])
@@ -105,7 +123,7 @@ def test_what_has_no_kernel_says_so() -> None:
         run(make(2, second="listed", extra_format=NVFP4, kv_format=BF16))
 
 
-@pytest.mark.parametrize("kv_format", [FP8, MXFP8, NVFP4])
+@pytest.mark.parametrize("kv_format", [FP8, MXFP8, NVFP4, MXFP8_SPLIT, NVFP4_SPLIT])
 def test_rope_quant_insert(kv_format: str) -> None:
     """The bytes of the reference: all bf16 numbers, blocks of every size, NaN, zeros; slots outside."""
     fmt, table = formats.FORMATS[kv_format], oracle.cos_sin_table(300)
@@ -129,10 +147,11 @@ def test_rope_quant_insert(kv_format: str) -> None:
     assert torch.equal(raw_bytes(got).cpu(), raw_bytes(want))
 
 
+@pytest.mark.parametrize("fmt", formats.MXFP8_FORMATS, ids=lambda fmt: fmt.id)
 @pytest.mark.parametrize("heads", [0, 8])
-def test_window_insert(heads: int) -> None:
+def test_window_insert(heads: int, fmt: formats.V41Format) -> None:
     """Queries as beside fp8_ds_mla, records as the reference has them: of many rows, and of few."""
-    fmt, table, g = formats.MXFP8_V41, oracle.cos_sin_table(300), torch.Generator().manual_seed(1)
+    table, g = oracle.cos_sin_table(300), torch.Generator().manual_seed(1)
     for n in (3, 700):
         kv = spread((n, 512), 3) * torch.exp2(torch.randint(-40, 20, (n, 1), generator=g).float()).bfloat16()
         kv[1, 100] = torch.nan
@@ -151,7 +170,7 @@ def test_window_insert(heads: int) -> None:
         assert torch.equal(queries.cpu(), q)
 
 
-@pytest.mark.parametrize("kv_format", [FP8, MXFP8, NVFP4])
+@pytest.mark.parametrize("kv_format", [FP8, MXFP8, NVFP4, MXFP8_SPLIT, NVFP4_SPLIT])
 @pytest.mark.parametrize("is_tail", [False, True])
 def test_gather(is_tail: bool, kv_format: str) -> None:
     """The reference's values of any bytes: all codes, scales that NaN is among, pages of 7 rows, some of them none."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""wgmma: a warp's 16 of the 64 rows of a product, from descriptors of shared memory or from registers.
+"""wgmma: a warp's 16 of the 64 rows of a product, from descriptors of shared memory or from registers. mma.sync, which
+is older: 16 rows of a warp's own, from registers.
 
-A product is a task in the warp's own queue. It reads its operands when it is done, and its results are in registers
-only when the warp has waited for its group; before, they hold NaN.
+A product of wgmma is a task in the warp's own queue. It reads its operands when it is done, and its results are in
+registers only when the warp has waited for its group; before, they hold NaN.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from tests.model.ptx import LANES, Op, Run, instruction
 from tests.model.tasks import Task
 from tests.model.values import F32, U32, from_format
-from tests.model.warps import together
+from tests.model.warps import exchange, together
 
 ROWS = 16
 LANE = np.arange(LANES)
@@ -143,6 +144,31 @@ def _of_registers(words: list[Any], name: str, place: Any, depth: int) -> Any:
     found = np.empty((ROWS, depth), F32)
     found[place] = from_format(bits, name)
     return found
+
+
+@instruction("mma.sync")
+def _multiply_registers(op: Op) -> Run:
+    if op.parts[3:] != ["m16n8k16", "row", "col", "f32", "f16", "f16", "f32"]:
+        raise NotImplementedError
+    results, left, right, sums = (op.slots(i, 32) for i in range(4))
+    columns, depth = 8, 16
+    place = places(columns)
+
+    def multiply(warp: Any, lanes: Any) -> None:
+        a = _of_registers([warp.r[slot] for slot in left], "f16", held_places(4, 2, depth), depth)
+        words = np.stack([warp.r[slot] for slot in right])
+        b = np.empty((columns, depth), F32)
+        for i in range(2):
+            for half in range(2):
+                bits = words[i] >> U32(16 * half) & U32(0xFFFF)
+                b[ROW, 8 * i + 2 * COLUMN + half] = from_format(bits, "f16")
+        total = np.empty((ROWS, columns), F32)
+        total[place] = np.stack([warp.r[slot] for slot in sums]).view(F32)
+        total = (total + a.astype(np.float64) @ b.T.astype(np.float64)).astype(F32)
+        for slot, value in zip(results, total[place].view(U32), strict=True):
+            warp.r[slot] = value
+
+    return exchange(op, multiply)
 
 
 @instruction("wgmma.commit_group")

@@ -13,11 +13,12 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
+from cute_kernels.formats import PLAIN_FP8
 from cute_kernels.runtime.key import KernelKey
-from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbPrefillKey
+from cute_kernels.sparse_mla.select import mixed_key
 from tests.compile.reports import compile_report
 from tests.gpu import paged_cases, test_mixed, test_prefill
 from tests.model import mutations, orders
@@ -39,12 +40,12 @@ def swap_ab() -> Case:
     return SwapAbPrefillKey("sm_90a", 8), Prefill, call
 
 
-def mixed_fp8() -> Case:
+def mixed_fp8(heads: int) -> Case:
     rows = {"query_lens": (1, 1), "seq_lens": (300, 3), "window_size": 7, "width": 65, "rows": (53, 2)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules[test_mixed.__name__], "made_of", test_mixed.FP8)
-        call = test_mixed.make(heads=20, more_stride=(512, 1024), seed=4, **rows)
-    return MixedFp8Key("sm_90a"), Mixed, call
+        call = test_mixed.make(heads=heads, more_stride=(512, 1024), seed=4, **rows)
+    return mixed_key("sm_90a", heads, PLAIN_FP8.id), Mixed, call
 
 
 def paged() -> Case:
@@ -72,7 +73,10 @@ def three_splits() -> Case:
         (two_splits, {}),
         (three_splits, {}),
         # what scores have read of a tile's marks may be overwritten once their warp has voted
-        (mixed_fp8, {"votes_order": True}),
+        (functools.partial(mixed_fp8, 40), {"votes_order": True}),
+        (functools.partial(mixed_fp8, 7), {}),
+        (functools.partial(mixed_fp8, 16), {}),
+        (functools.partial(mixed_fp8, 20), {}),
         # rows of cp.async are multiplied without a proxy fence
         (swap_ab, {"copies_are_fenced": False}),
     ],

@@ -16,7 +16,7 @@ from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
 from tests.compile.reports import compile_report
 from tests.gpu import decode_cases
-from tests.gpu.decode_checks import FP8, MXFP8, NVFP4
+from tests.gpu.decode_checks import FP8, MXFP8, MXFP8_SPLIT, NVFP4, NVFP4_SPLIT
 from tests.model import orders
 from tests.model.launch import divisor, pack, run_grid
 from tests.model.memory import GlobalMemory
@@ -45,6 +45,8 @@ def v41_call(
         (FP8, NVFP4, "listed"),
         *(pytest.param(MXFP8, other, "listed", marks=slow) for other in (NVFP4, MXFP8, FP8)),
         *(pytest.param(first, NVFP4, "dense", marks=slow) for first in (FP8, MXFP8)),
+        *(pytest.param(first, NVFP4_SPLIT, "listed", marks=slow) for first in (FP8, MXFP8_SPLIT)),
+        pytest.param(MXFP8_SPLIT, MXFP8_SPLIT, "dense", marks=slow),
     ],
 )
 def test_decode(first: str, second: str, kind: str) -> None:

@@ -322,7 +322,7 @@ def test_the_record_of_a_sweep(
             pass
 
     def time_graphs(
-        candidates: Any, work: float, replays: int, failures: Any, flops_per_set: float, queued: bool
+        candidates: Any, work: float, replays: int, target_us: float, failures: Any, flops_per_set: float, queued: bool
     ) -> dict[str, Timing]:
         ((name, calls),) = candidates.items()
         for call in calls:

@@ -20,7 +20,8 @@ def test_cases_are_every_kind_and_named_apart() -> None:
     config = V41_PRESETS[MODEL]
     every = [case.name for case in layer_v41.cases()]
     assert len(set(every)) == len(every)
-    assert {f"{MODEL} {kind} decode b64 ctx8192" for kind in SMALL if kind != "draft"} < set(every)
+    shown = {kind for kind in SMALL if kind not in ("draft", "consumer2")}
+    assert {f"{MODEL} {kind} decode b64 ctx8192" for kind in shown} < set(every)
     assert f"{MODEL} draft decode b128 ctx8192 n5" in every
     assert f"{MODEL} index decode b8 ctx1048576" in every
     assert f"{MODEL} consumer1 decode b1 ctx8192 own" in every
@@ -30,6 +31,8 @@ def test_cases_are_every_kind_and_named_apart() -> None:
         assert kind.endswith(str(ratio)) or kind in ("window", "index", "draft")
         assert config.takes_candidates(index) == (kind == "index")
     assert set(every) < {case.name for case in layer_v41.cases(full=True)}
+    own, engines = (V41Case(MODEL, "consumer1", "decode", 1, 1, 8192, is_own=own) for own in (True, False))
+    assert own.layer_key != engines.layer_key, "their caches are others"
 
 
 def by_hand(kind: str) -> tuple[int, int]:

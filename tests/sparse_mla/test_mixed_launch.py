@@ -12,10 +12,12 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.runtime import trust
+from cute_kernels.runtime.key import KernelKey
 from cute_kernels.sparse_mla import select
 from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
 from cute_kernels.sparse_mla.call import MixedCall
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
+from cute_kernels.sparse_mla.hopper.prefill_mixed_swap_ab import SwapAbMixedFp8Key
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbMixedKey
 from cute_kernels.sparse_mla.launch import MIXED
 from cute_kernels.sparse_mla.mma_sync.prefill import PortableMixedKey
@@ -72,9 +74,11 @@ def run(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"), [({}, SwapAbMixedKey("sm_90a", 8)), (CODES, MixedFp8Key("sm_90a"))], ids=["bf16", "fp8"]
+    ("changes", "expected"),
+    [({}, SwapAbMixedKey("sm_90a", 8)), (CODES, SwapAbMixedFp8Key("sm_90a", 8))],
+    ids=["bf16", "fp8"],
 )
-def test_arguments_go_as_they_are(launched: list[Any], changes: dict[str, Any], expected: MixedKey) -> None:
+def test_arguments_go_as_they_are(launched: list[Any], changes: dict[str, Any], expected: KernelKey) -> None:
     args = run(**changes)
     ((key, given),) = launched
     assert key == expected
@@ -89,16 +93,17 @@ def test_arguments_go_as_they_are(launched: list[Any], changes: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    ("heads", "key"),
-    [(8, SwapAbMixedKey("sm_90a", 8)), (16, SwapAbMixedKey("sm_90a", 16))]
-    + [(n, MixedKey("sm_90a")) for n in (17, 64, 128)],
+    ("heads", "keys"),
+    [(n, [SwapAbMixedKey("sm_90a", n), SwapAbMixedFp8Key("sm_90a", n)]) for n in (8, 16)]
+    + [(n, [MixedKey("sm_90a"), SwapAbMixedFp8Key("sm_90a", 32)]) for n in (17, 32)]
+    + [(n, [MixedKey("sm_90a"), MixedFp8Key("sm_90a")]) for n in (33, 64, 128)],
 )
-def test_kernels_by_heads(launched: list[Any], heads: int, key: MixedKey) -> None:
+def test_kernels_by_heads(launched: list[Any], heads: int, keys: list[KernelKey]) -> None:
     query = torch.zeros(3, heads, 512, dtype=BF16)
     changes = {"query": query, "sinks": None, "out": torch.zeros_like(query), "lse": torch.zeros(3, heads)}
     run(**changes)
     run(**CODES | changes | {"query": query.to(FP8)})
-    assert [launched_key for launched_key, _ in launched] == [key, MixedFp8Key("sm_90a")]
+    assert [launched_key for launched_key, _ in launched] == keys
 
 
 def test_what_is_not_given(launched: list[Any]) -> None:

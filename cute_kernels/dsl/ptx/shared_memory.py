@@ -242,11 +242,11 @@ def store_matrices_transposed(address: Any, words: Any) -> None:
     )
 
 
-def load_matrices(address: Any) -> tuple[Any, Any, Any, Any]:
+def load_matrices(address: Any, offset: int = 0) -> tuple[Any, Any, Any, Any]:
     """sm_75 and up. Four 8 x 8 matrices of 16-bit elements of shared memory: lane i gets two neighbours in row i // 4
-    of each, and gives the address of row i % 8 of matrix i // 8."""
+    of each, and gives the address of row i % 8 of matrix i // 8. offset: as of load_shared_128."""
     return inline_ptx(
-        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}{_plus(offset)}];",
         write_only_types=[Int32, Int32, Int32, Int32],
         read_only_args=[Int32(address)],
     )

@@ -61,7 +61,7 @@ from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.reduce import over_quad, pairwise
 from cute_kernels.dsl.tensor import length
 from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair
-from cute_kernels.formats import FP8_DS_MLA, NVFP4_V41
+from cute_kernels.formats import FP8_DS_MLA, label_of
 from cute_kernels.kv_cache.query_norm import inverse_rms
 from cute_kernels.sparse_mla.early import prefetch_first
 from cute_kernels.sparse_mla.hopper.decode_dequantize import E2M1_SHIFT, Dequantizer
@@ -167,11 +167,8 @@ class Producer:
         self.copy_lengths_async(scheduler.begin())
         self.enter(scheduler.begin(), Int32(0))
         self.copy_lengths_async(scheduler.after(scheduler.begin()))
-        if const_expr(self.config.second != "none"):
-            self.wait_for_index()
+        self.wait_for_index()
         index = self.load_index()
-        # rows may be the kernel ahead's
-        cute.arch.griddepcontrol_wait()
         number, ends = Int32(0), Int32(0)
         while ends < PING_PONG:
             tile, end, tiles0, work_tile = ptx.load_shared_128(self.cursor)
@@ -193,6 +190,8 @@ class Producer:
                 ptx.store_shared_s32(self.cursor, tile + 1)
                 cute.arch.sync_warp()
             is_valid, source = self.resolve_row(index, tile, tiles0)
+            if number == 0:
+                self.wait_for_index()
             # on its way while rows are copied; into the register just served, as a move would wait for it
             index = self.load_index()
             header = flags | heads << HEADS_BIT, work_tile, low, high
@@ -204,9 +203,10 @@ class Producer:
     @cute.jit
     def wait_for_index(self) -> None:
         """Wait for the kernel ahead, unless the next tile's list is a constant one."""
-        tile, _, tiles0, _ = ptx.load_shared_128(self.cursor)
-        if self.constant_lists < 2 and tile >= tiles0:
-            cute.arch.griddepcontrol_wait()
+        if const_expr(self.config.second != "none"):
+            tile, _, tiles0, _ = ptx.load_shared_128(self.cursor)
+            if self.constant_lists < 2 and tile >= tiles0:
+                cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def enter(self, work_tile: Any, odd: Any) -> None:
@@ -356,6 +356,9 @@ class Producer:
             if warp == 0:
                 ptx.store_shared_128(header_at, header)
             cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(valid) * row_bytes)
+        if number == 0:
+            # rows may be the kernel ahead's
+            cute.arch.griddepcontrol_wait()
         if const_expr(self.config.has_two_formats):
             if is_first:
                 self.copy_share_async(parts[0], is_valid, source, stage, key, row_bytes, full)
@@ -979,8 +982,8 @@ class DecodeKey(DecodeKernelKey):
     quantized   results are turned back and become e4m3 codes, see quant_output; not with out_fp32
     raw         queries are normed and rotated, see params.QueryNorm; with out_fp32 or quantized
     dealt       work tiles of unequal length are dealt by the planner; with a second list
-    format0     record format of the first cache, fp8_ds_mla/1 or mxfp8_v41/1
-    format1     of the second one, or nvfp4_v41/1
+    format0     record format of the first cache: fp8_ds_mla/1, or mxfp8_v41/1 or its split form
+    format1     of the second one: also nvfp4_v41/1 or its split form
     """
 
     kernel_name: ClassVar[str] = "sparse_mla.hopper.decode"
@@ -1007,7 +1010,7 @@ class DecodeKey(DecodeKernelKey):
 
     @property
     def has_e2m1(self) -> bool:
-        return self.format1 == NVFP4_V41.id
+        return PARTS[self.format1].is_e2m1
 
     @property
     def warps(self) -> int:
@@ -1018,7 +1021,7 @@ class DecodeKey(DecodeKernelKey):
     def name(self) -> str:
         kind = "_raw" * self.raw + "_fp32" * self.out_fp32 + "_quant" * self.quantized + "_dealt" * self.dealt
         if {self.format0, self.format1} != {FP8_DS_MLA.id}:
-            kind += "".join(f"_{kv_format.split('_')[0]}" for kv_format in (self.format0, self.format1))
+            kind += "".join(f"_{label_of(kv_format)}" for kv_format in (self.format0, self.format1))
         return f"sparse_mla_decode_h{self.heads}_{self.second}{kind}"
 
     @property

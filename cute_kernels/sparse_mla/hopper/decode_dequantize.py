@@ -11,7 +11,6 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr, range_constexpr
 
 from cute_kernels.dsl import barriers, convert, ptx
-from cute_kernels.formats import MXFP8_V41, NVFP4_V41
 from cute_kernels.sparse_mla.hopper.decode_smem import (
     END,
     EXTRA,
@@ -22,7 +21,6 @@ from cute_kernels.sparse_mla.hopper.decode_smem import (
     HEADERS,
     KV_STAGE_BYTES,
     LAST_SLAB,
-    PARTS,
     PING_PONG,
     SLAB,
     SLAB_BYTES,
@@ -257,7 +255,7 @@ class Dequantizer:
         # the last slab first: once its words, which were loaded last, can be stored, all others are there too; an
         # arrival alone does not wait for loads whose values nobody has used yet
         last_at = stage_at + LAST_SLAB * SLAB_BYTES
-        if const_expr(part == PARTS[NVFP4_V41.id]):
+        if const_expr(part.is_e2m1):
             factors = [own.e2m1_factors(raw, piece, member) for piece in range(2)]
             own.convert_e2m1(raw, factors, LAST_SLAB, fp8_at + last_at)
             self.release(fp8_stages, lane)
@@ -301,7 +299,7 @@ class Dequantizer:
     ) -> None:
         """This thread's share of a row and of its scales. raw_at, scale_at: where they are in the first stage, of rows
         that are FP8_PITCH apart and of scales beside them."""
-        if const_expr(part == PARTS[NVFP4_V41.id]):
+        if const_expr(part.is_e2m1):
             first = const_expr(E2M1_WORDS * piece)
             row_at = self.smem.fp8 + row * part.pitch + stage * FP8_STAGE_BYTES
             found = ptx.load_shared_128(row_at + part.columns)
@@ -311,7 +309,7 @@ class Dequantizer:
                 codes = ptx.load_shared_64(row_at + member * 8 + slab * (SLAB // 2))
                 raw[first + 4 + 2 * slab], raw[first + 5 + 2 * slab] = codes
         else:
-            if const_expr(part == PARTS[MXFP8_V41.id]):
+            if const_expr(part.is_mxfp8):
                 # of the two bytes of each slab, that of the thread's half
                 low, high = ptx.load_shared_64(raw_at + stage * FP8_STAGE_BYTES + (part.columns - member * 16))
                 exact[piece] = ptx.permute_bytes(low, high, 0x6420 + (member // 2) * 0x1111)

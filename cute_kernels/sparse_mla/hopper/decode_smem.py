@@ -12,7 +12,7 @@ from cutlass import Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import barriers
-from cute_kernels.formats import FP8_DS_MLA, MXFP8_V41, NVFP4_V41
+from cute_kernels.formats import FP8_DS_MLA, MXFP8_FORMATS, NVFP4_FORMATS, V41Format
 from cute_kernels.sparse_mla.schedule import MOST_DEALT, TILE
 
 # ---- config
@@ -188,6 +188,7 @@ class RecordPart:
     scale_bytes  of its scales; 0: they come with the columns
     pitch        from row to row in a stage of the ring, which keeps banks apart
     stage        of such a stage
+    is_split     scales are behind all rows of the page, and go behind the row's columns in the stage
     """
 
     row: int
@@ -198,6 +199,15 @@ class RecordPart:
     scale_bytes: int
     pitch: int
     stage: int = FP8_STAGE_BYTES
+    is_split: bool = False
+
+    @property
+    def is_e2m1(self) -> bool:
+        return self.scale_bytes == E2M1_SCALES
+
+    @property
+    def is_mxfp8(self) -> bool:
+        return self.scale_bytes == MXFP8_SCALES
 
     def offsets(self, inside: Any, rows: Any, rank: Any) -> tuple[Any, Any]:
         """Where a CTA's columns and scales are of the record of number `inside` in a page of so many rows."""
@@ -210,19 +220,26 @@ class RecordPart:
         return self.columns + rank * self.rotary if self.rotary else Int32(self.columns)
 
     def scales_at(self, smem: Any, stage: Any, key: Any) -> Any:
-        """Where a key's scales belong: of records that have them inside, behind its columns."""
-        if self.scales is None:
+        """Where a key's scales belong: of V4.1's own records behind its columns."""
+        if self.scales is None and not self.is_split:
             return smem.scale + (stage * FP8_KEYS + key) * self.scale_bytes
         return smem.fp8 + stage * self.stage + key * self.pitch + self.columns
 
 
+def part_of(fmt: V41Format, pitch: int) -> RecordPart:
+    """A CTA's half of V4.1's own records."""
+    columns, scale_bytes = fmt.data_bytes // CLUSTER, fmt.scale_bytes // CLUSTER
+    if fmt.is_split:
+        return RecordPart(fmt.data_bytes, columns, 0, None, fmt.scale_bytes, scale_bytes, pitch, is_split=True)
+    return RecordPart(fmt.row_elements, columns, 0, fmt.data_bytes, fmt.row_elements, scale_bytes, pitch)
+
+
+MXFP8_SCALES, E2M1_SCALES = 8, 16
+"""Bytes of a CTA's scales of a row."""
+
 PARTS = {
     FP8_DS_MLA.id: RecordPart(FP8_DS_MLA.data_bytes, DIM, SLAB, None, FP8_DS_MLA.scale_bytes, 4, FP8_PITCH),
-    MXFP8_V41.id: RecordPart(
-        MXFP8_V41.row_elements, DIM, 0, MXFP8_V41.data_bytes, MXFP8_V41.row_elements, 8, FP8_PITCH
-    ),
-    NVFP4_V41.id: RecordPart(
-        NVFP4_V41.row_elements, DIM // 2, 0, NVFP4_V41.data_bytes, NVFP4_V41.row_elements, 16, 160
-    ),
+    **{fmt.id: part_of(fmt, FP8_PITCH) for fmt in MXFP8_FORMATS},
+    **{fmt.id: part_of(fmt, 160) for fmt in NVFP4_FORMATS},
 }
 """By format. Eight rows of 16-byte loads, and of 8-byte ones with NVFP4's pitch, meet in no bank."""

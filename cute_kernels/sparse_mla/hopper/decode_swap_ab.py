@@ -423,7 +423,7 @@ class DecodeSwapAbKernel:
         if group < PV:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
             out = PrefillOutput(*rows_of_out, None, RowLogs(lse, tokens))
-            swap_ab.QkSoftmax(
+            columns = swap_ab.ColumnSoftmax(
                 config=config,
                 bars=bars,
                 smem=smem,
@@ -435,9 +435,8 @@ class DecodeSwapAbKernel:
                 thread=own,
                 lane=own & 31,
                 warp=cute.arch.make_warp_uniform(own >> 5),
-                mma=mma[:2],
-                layouts=(kv_layout, q_layout),
-            ).run()
+            )
+            swap_ab.QkSoftmax(columns, mma[:2], (kv_layout, q_layout)).run()
         elif group < DEQUANT:
             cute.arch.setmaxregister_increase(PV_REGISTERS)
             out = PrefillOutput(*rows_of_out, None, RowLogs(lse, tokens))

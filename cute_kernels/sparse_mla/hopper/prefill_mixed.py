@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sparse_mla_mixed on Hopper for more than 16 heads: prefill's kernel, with rows of two paged caches.
+"""sparse_mla_mixed on Hopper for more than 16 heads, or 32 over e4m3 caches: prefill's kernel, with rows of two paged
+caches.
 
 The columns that count of a query row are numbered from its window's on, and the compressed ones follow: a tile may have
 rows of both caches, and its flags say how many are the window's (params.MixedKV).

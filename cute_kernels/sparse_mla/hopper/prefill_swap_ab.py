@@ -93,7 +93,8 @@ KV_STAGES = 12
 """What shared memory has room for."""
 
 Q_STAGES = {8: 2, 16: 1}
-"""Work tiles whose queries are in shared memory, by heads: two of 16 would leave room for 11 KV stages."""
+"""Work tiles whose queries are in shared memory, by heads: two of 16 would leave room for 11 KV stages. Of codes, which
+are half as long, of twice the heads."""
 
 P_STAGES = 2
 
@@ -120,6 +121,7 @@ class SwapAbConfig:
     quantized   results become codes
     kv_stages   of the KV ring
     fences_kv   whether threads store rows, and not asynchronous copies
+    is_fp8      rows and queries are e4m3 codes, which are multiplied as f16 (prefill_mixed_swap_ab.py)
     """
 
     op: str
@@ -127,6 +129,7 @@ class SwapAbConfig:
     quantized: bool = False
     kv_stages: int = KV_STAGES
     fences_kv: bool = False
+    is_fp8: bool = False
 
     @property
     def name(self) -> str:
@@ -134,11 +137,16 @@ class SwapAbConfig:
 
     @property
     def q_stages(self) -> int:
-        return Q_STAGES[self.heads]
+        return Q_STAGES[max(self.heads // 2, HEADS[0]) if self.is_fp8 else self.heads]
+
+    @property
+    def q_slabs(self) -> int:
+        """128 bytes of each head's query."""
+        return SLABS // 2 if self.is_fp8 else SLABS
 
     @property
     def q_bytes(self) -> int:
-        return self.heads * HEAD_DIM * 2
+        return self.heads * self.q_slabs * SLAB_ROW_BYTES
 
     @property
     def p_bytes(self) -> int:
@@ -224,9 +232,9 @@ class Smem(NamedTuple):
     absmax: Any = None
 
     @classmethod
-    def allocate(cls, allocator: SmemAllocator, config: SwapAbConfig) -> Smem:
+    def allocate(cls, allocator: SmemAllocator, parts: dict[str, int]) -> Smem:
         places = []
-        for name, size in smem_parts(config).items():
+        for name, size in parts.items():
             align = 1024 if name in SWIZZLED else 16
             place = allocator.allocate_tensor(Int32, cute.make_layout(size // 4), byte_alignment=align)
             places.append(place.iterator.toint())
@@ -290,7 +298,7 @@ class Producer:
             cute.arch.cp_async_wait_group(AHEAD - 1)
             cute.arch.sync_warp()
             place, flags = loader.next_rows()
-            self.store_header(place, flags, tile & HEADERS - 1)
+            store_header(loader, smem.header, tile & HEADERS - 1, place, flags)
             row, chunk_at = loader.first_chunk()
             sources = []
             for i in range_constexpr(loader.own_rows // COPIED_ROWS):
@@ -300,33 +308,13 @@ class Producer:
             for quarter in range_constexpr(QUARTERS):
                 bars.kv.wait_empty(stage, phase)
                 self.copy_rows_async(sources, quarter, smem.kv + stage * KV_STAGE_BYTES + chunk_at)
-                self.arrive_full(stage)
+                arrive_full(bars.kv.full(stage))
                 stage, phase = barriers.advance(stage, phase, KV_STAGES)
             loader.copy_next_indices_async()
             cute.arch.cp_async_commit_group()
             tile = tile + 1
         # no lane ends with copies under way
         cute.arch.cp_async_wait_group(0)
-
-    @cute.jit
-    def store_header(self, place: Any, flags: Any, number: Any) -> None:
-        """Write the warp's part of a header."""
-        loader = self.loader
-        valid = cute.arch.vote_ballot_sync(place >= 0)
-        if own_lane() == 0:
-            header_at = self.smem.header + number * HEADER
-            ptx.store_shared_s32(header_at + loader.own_warp() * 4, valid & (1 << loader.own_rows) - 1)
-            if loader.own_warp() == 0:
-                ptx.store_shared_s32(header_at + FLAGS_AT, flags)
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def arrive_full(self, stage: Any) -> None:
-        """The stage is full when this warp's copies are there."""
-        full = self.bars.kv.full(stage)
-        cute.arch.cp_async_mbarrier_arrive_noinc(full)
-        if own_lane() == 0:
-            cute.arch.mbarrier_arrive(full)
 
     @cute.jit
     def copy_rows_async(self, sources: Any, quarter: cutlass.Constexpr, target: Any) -> None:
@@ -339,6 +327,26 @@ class Producer:
                 ptx.copy_async_or_zero(to + slab * SLAB_BYTES, source + column, 16, size)
 
 
+@cute.jit
+def store_header(loader: IndexLoader, headers: Any, number: Any, place: Any, flags: Any) -> None:
+    """Write the warp's part of a header."""
+    valid = cute.arch.vote_ballot_sync(place >= 0)
+    if own_lane() == 0:
+        header_at = headers + number * HEADER
+        ptx.store_shared_s32(header_at + loader.own_warp() * 4, valid & (1 << loader.own_rows) - 1)
+        if loader.own_warp() == 0:
+            ptx.store_shared_s32(header_at + FLAGS_AT, flags)
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def arrive_full(full: Any) -> None:
+    """What the mbarrier is of is full when this warp's copies are there."""
+    cute.arch.cp_async_mbarrier_arrive_noinc(full)
+    if own_lane() == 0:
+        cute.arch.mbarrier_arrive(full)
+
+
 # ---- MMA and softmax
 
 STEP = 16
@@ -349,15 +357,12 @@ ALL_KEYS = 0xFF
 
 
 @dataclass(frozen=True)
-class QkSoftmax:
-    """The QK and softmax warpgroup.
+class ColumnSoftmax:
+    """What the QK and softmax warpgroup does but for the products, whose columns are heads.
 
     A warp has 16 keys of all heads, as tensor cores give them: a thread has two keys of two or four heads. Maxima move
     only when a head's outgrow theirs by 2^8: sums and O are relative to them, and until they move no warp asks what the
     others' are.
-
-    mma       K Q^T, the first step of a tile and the others
-    layouts   of a stage of K and of the queries
     """
 
     config: SwapAbConfig
@@ -371,115 +376,32 @@ class QkSoftmax:
     thread: Any
     lane: Any
     warp: Any
-    mma: tuple[Any, Any]
-    layouts: tuple[Any, Any]
+
+    def sync(self) -> None:
+        cute.arch.barrier(barrier_id=SOFTMAX_BARRIER, number_of_threads=128)
 
     @cute.jit
-    def run(self) -> None:
-        """Give PV the P of all tiles."""
-        config, bars, smem, scheduler, q = self.config, self.bars, self.smem, self.scheduler, self.q
-        thread, sink, own_heads = self.thread, self.sink, config.own_heads
-        part = self.mma[0].get_slice(thread)
-        shape = part.partition_shape_C((KEYS, config.heads))
-        s, scores = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
-
-        scale = ptx.abs_f32(self.scale_log2)
-        tile, number = Int32(0), Int32(0)
-        stage, phase = barriers.start()
-        work_tile = scheduler.first
-        for ahead in range_constexpr(config.q_stages):
-            self.copy_q_async(work_tile + ahead * scheduler.step, Int32(ahead))
-        while work_tile < scheduler.end:
-            cute.arch.cp_async_wait_group(config.q_stages - 1)
-            # tensor cores read them
-            cute.arch.fence_view_async_shared()
-            self.sync()
-            q_stage = number % config.q_stages
-            q_at = smem.q + q_stage * config.q_bytes
-            row_max = [Float32(NEG_MAX) for _ in own_heads]
-            max_logit = [Float32(-Float32.inf) for _ in own_heads]
-            row_sum = [Float32(0.0) for _ in own_heads]
-
-            stage, phase, valid, flags = self.multiply(s, part, tile, stage, phase, q_at)
-            warpgroup.wait_group(0)
-            self.take_scores(s, scores, valid)
-            while flags & LAST == 0:
-                buffer = tile % P_STAGES
-                bars.p.wait_empty(buffer, tile // P_STAGES & 1)
-                own_flags = flags
-                if self.is_late(stage, phase):
-                    row_max, max_logit, row_sum = self.softmax(
-                        scores, scale, row_max, max_logit, row_sum, own_flags, buffer
+    def copy_q_async(self, work_tile: Any, q_stage: Any) -> None:
+        """Start to copy a work tile's queries, if there is such one. A warp does its share of slabs, 4 heads at a
+        time."""
+        q, heads = self.q, self.config.heads
+        # of codes queries are held in registers, and leave none for addresses
+        lane = own_lane() if self.config.is_fp8 else self.lane
+        if work_tile < self.scheduler.end:
+            source = q.base + Int64(work_tile) * q.row + (lane & 7) * 16
+            target = self.smem.q + q_stage * self.config.q_bytes
+            for i in range_constexpr(heads // 4):
+                head = 4 * i + (lane >> 3)
+                # nothing is read of heads that are not there
+                size = Int32(16) if head < q.heads else Int32(0)
+                row = source + Int64(cutlass.min(head, q.heads - 1)) * q.head
+                to = target + head * SLAB_ROW_BYTES + ((lane & 7) ^ (head & 7)) * 16
+                for j in range_constexpr(self.config.q_slabs // 4):
+                    slab = self.warp * (self.config.q_slabs // 4) + j
+                    ptx.copy_async_or_zero(
+                        to + slab * (heads * SLAB_ROW_BYTES), row + Int64(slab * SLAB_ROW_BYTES), 16, size
                     )
-                    self.publish_p(buffer)
-                    stage, phase, valid, flags = self.multiply(s, part, tile + 1, stage, phase, q_at)
-                    warpgroup.wait_group(0)
-                else:
-                    # softmax goes on while tensor cores multiply the next tile
-                    stage, phase, valid, flags = self.multiply(s, part, tile + 1, stage, phase, q_at)
-                    row_max, max_logit, row_sum = self.softmax(
-                        scores, scale, row_max, max_logit, row_sum, own_flags, buffer
-                    )
-                    self.publish_p(buffer)
-                    warpgroup.wait_group(0)
-                tile = tile + 1
-                self.take_scores(s, scores, valid)
-
-            buffer = tile % P_STAGES
-            logit = Int32(0)
-            if sink != 0:
-                logit = ptx.load_global_s32_where(thread < q.heads, sink + Int64(thread) * 4)
-            bars.p.wait_empty(buffer, tile // P_STAGES & 1)
-            row_max, max_logit, row_sum = self.softmax(scores, scale, row_max, max_logit, row_sum, flags, buffer)
-            # all warps are done with the products of this work tile's queries
-            behind = work_tile + config.q_stages * scheduler.step
-            self.copy_q_async(behind, q_stage)
-            self.gather(row_sum, max_logit, row_max)
-            if thread < config.heads:
-                out_scale = self.store_lse(thread, work_tile, logit)
-                ptx.store_shared_f32(smem.out_scale + buffer * (config.heads * 4) + thread * 4, out_scale)
-            self.publish_p(buffer)
-            tile = tile + 1
-            work_tile, number = work_tile + scheduler.step, number + 1
-        # no lane ends with copies under way
-        cute.arch.cp_async_wait_group(0)
-
-    @cute.jit
-    def multiply(self, s: Any, part: Any, tile: Any, stage: Any, phase: Any, q_at: Any) -> tuple[Any, Any, Any, Any]:
-        """Start s = K Q^T of the tile that begins at a stage, once it is there. Returns where the next begins, which of
-        the warp's keys are there, and the tile's flags."""
-        mma, bars, smem, layouts = self.mma, self.bars, self.smem, self.layouts
-        # made anew: held in registers, descriptors would have to be moved to uniform ones, between two products
-        q_tile = wgmma.uniform_tile(ptx.again(q_at), layouts[1], BFloat16)
-        q_parts = mma[0].make_fragment_B(part.partition_B(q_tile))
-        k_parts = []
-        for _ in range_constexpr(QUARTERS):
-            bars.kv.wait_full(stage, phase)
-            rows = wgmma.uniform_tile(smem.kv + stage * KV_STAGE_BYTES, layouts[0], BFloat16)
-            k_parts.append(mma[0].make_fragment_A(part.partition_A(rows)))
-            stage, phase = barriers.advance(stage, phase, self.config.kv_stages)
-        # no proxy fence for what cp.async has brought: other kernels that multiply such rows have none either, and
-        # tests that repeat calls stand guard
-        if const_expr(self.config.fences_kv):
-            cute.arch.fence_view_async_shared()
-        warpgroup.fence()
-        steps = STAGE_COLUMNS // STEP
-        for i in range_constexpr(QUARTERS * steps):
-            chosen = mma[0] if const_expr(i == 0) else mma[1]
-            cute.gemm(chosen, s, k_parts[i // steps][None, None, i % steps], q_parts[None, None, i], s)
-        warpgroup.commit_group()
-        header_at = smem.header + (tile & HEADERS - 1) * HEADER
-        valid = ptx.load_shared_64(header_at + (ptx.thread_again() >> 5) * 8)
-        return stage, phase, valid, ptx.load_shared_s32(header_at + FLAGS_AT)
-
-    @cute.jit
-    def is_late(self, stage: Any, phase: Any) -> Any:
-        """Whether the tile that begins at a stage is not there for all warps."""
-        missing = Int32(0)
-        for _ in range_constexpr(QUARTERS):
-            missing = missing | (self.bars.kv.is_full(stage, phase) ^ 1)
-            stage, phase = barriers.advance(stage, phase, self.config.kv_stages)
-        return ptx.any_of_group(SOFTMAX_BARRIER, 128, missing) != 0
+        cute.arch.cp_async_commit_group()
 
     @cute.jit
     def take_scores(self, s: Any, scores: Any, valid: Any) -> None:
@@ -499,7 +421,15 @@ class QkSoftmax:
         self, scores: Any, scale: Any, row_max: Any, max_logit: Any, row_sum: Any, flags: Any, buffer: Any
     ) -> tuple[Any, Any, Any]:
         """Store a tile's P, and what PV has to know. Returns the work tile's maxima, largest logits and sums."""
-        smem, own_heads = self.smem, self.config.own_heads
+        factors, has_factors, row_max, max_logit = self.move_max(scores, scale, row_max, max_logit, buffer)
+        row_sum = self.weigh(scores, scale, row_max, row_sum, factors, has_factors, flags, buffer)
+        return row_max, max_logit, row_sum
+
+    @cute.jit
+    def move_max(self, scores: Any, scale: Any, row_max: Any, max_logit: Any, buffer: Any) -> tuple[Any, Any, Any, Any]:
+        """Returns what to multiply O with before a tile, whether that is anything, and the work tile's maxima and
+        largest logits with it."""
+        own_heads = self.config.own_heads
         largest = [ptx.max_f32(scores[_index(j, 0)], scores[_index(j, 1)]) * scale for j in own_heads]
         max_logit = [ptx.max_f32(max_logit[j], largest[j]) for j in own_heads]
         growth = [largest[j] - row_max[j] for j in own_heads]
@@ -515,51 +445,30 @@ class QkSoftmax:
                 factors[j] = Float32(1.0) if is_new else ptx.exp2(row_max[j] - moved)
                 row_max[j] = moved
             if (self.warp == 0) & (self.lane < 4):
-                self.store_pairs(smem.factor + buffer * (self.config.heads * 4), factors)
+                self.store_pairs(self.smem.factor + buffer * (self.config.heads * 4), factors)
+        return factors, has_factors, row_max, max_logit
+
+    @cute.jit
+    def weigh(
+        self,
+        scores: Any,
+        scale: Any,
+        row_max: Any,
+        row_sum: Any,
+        factors: Any,
+        has_factors: Any,
+        flags: Any,
+        buffer: Any,
+    ) -> list[Any]:
+        """Store a tile's P, and what PV has to know. Returns the work tile's sums."""
+        smem, own_heads = self.smem, self.config.own_heads
         for i in range_constexpr(cute.size(scores)):
             scores[i] = ptx.exp2(ptx.fma_rn(scores[i], scale, -row_max[i // 4 * 2 + i % 2]))
         row_sum = [row_sum[j] * factors[j] + (scores[_index(j, 0)] + scores[_index(j, 1)]) for j in own_heads]
         self.store_p(scores, smem.p + buffer * self.config.p_bytes)
         if (self.warp == 0) & (self.lane == 0):
             ptx.store_shared_64(smem.target + buffer * TARGET, flags, has_factors)
-        return row_max, max_logit, row_sum
-
-    @cute.jit
-    def publish_p(self, buffer: Any) -> None:
-        """Let PV have a tile's P."""
-        cute.arch.sync_warp()
-        if self.lane == 0:
-            cute.arch.mbarrier_arrive(self.bars.p.full(buffer))
-
-    def sync(self) -> None:
-        cute.arch.barrier(barrier_id=SOFTMAX_BARRIER, number_of_threads=128)
-
-    @cute.jit
-    def copy_q_async(self, work_tile: Any, q_stage: Any) -> None:
-        """Start to copy a work tile's queries, if there is such one. A warp does two slabs, 4 heads at a time."""
-        q, heads, lane = self.q, self.config.heads, self.lane
-        if work_tile < self.scheduler.end:
-            source = q.base + Int64(work_tile) * q.row + (lane & 7) * 16
-            target = self.smem.q + q_stage * self.config.q_bytes
-            for i in range_constexpr(heads // 4):
-                head = 4 * i + (lane >> 3)
-                # nothing is read of heads that are not there
-                size = Int32(16) if head < q.heads else Int32(0)
-                row = source + Int64(cutlass.min(head, q.heads - 1)) * q.head
-                to = target + head * SLAB_ROW_BYTES + ((lane & 7) ^ (head & 7)) * 16
-                for j in range_constexpr(SLABS // 4):
-                    slab = self.warp * (SLABS // 4) + j
-                    ptx.copy_async_or_zero(
-                        to + slab * (heads * SLAB_ROW_BYTES), row + Int64(slab * SLAB_ROW_BYTES), 16, size
-                    )
-        cute.arch.cp_async_commit_group()
-
-    @cute.jit
-    def store_pairs(self, address: Any, numbers: Any) -> None:
-        """Store an fp32 of each of the lane's heads. By 4 lanes."""
-        for i in range_constexpr(self.config.heads // 8):
-            pair = [number.bitcast(Int32) for number in numbers[2 * i : 2 * i + 2]]
-            ptx.store_shared_64(address + (8 * i + (self.lane & 3) * 2) * 4, *pair)
+        return row_sum
 
     @cute.jit
     def exchange_max(self, largest: Any) -> list[Any]:
@@ -577,15 +486,40 @@ class QkSoftmax:
         return found
 
     @cute.jit
+    def store_pairs(self, address: Any, numbers: Any) -> None:
+        """Store an fp32 of each of the lane's heads. By 4 lanes."""
+        for i in range_constexpr(self.config.heads // 8):
+            pair = [number.bitcast(Int32) for number in numbers[2 * i : 2 * i + 2]]
+            ptx.store_shared_64(address + (8 * i + (self.lane & 3) * 2) * 4, *pair)
+
+    @cute.jit
     def store_p(self, p: Any, p_at: Any) -> None:
         """Store a tile's P, a head's keys next to each other."""
         lane, pairs = self.lane, self.config.heads // 8
-        words = [ptx.bf16x2(p[2 * i], p[2 * i + 1]) for i in range(2 * pairs)]
+        pair = ptx.f16x2 if self.config.is_fp8 else ptx.bf16x2
+        words = [pair(p[2 * i], p[2 * i + 1]) for i in range(2 * pairs)]
         chunk = 2 * self.warp + (lane >> 3 & 1)
         for i in range_constexpr(0, pairs, 2):
             head = 8 * (i + (lane >> 4)) + (lane & 7)
             place = p_at + head * SLAB_ROW_BYTES + (chunk ^ (lane & 7)) * 16
             ptx.store_matrices_transposed(place, words[2 * i : 2 * i + 4])
+
+    @cute.jit
+    def publish_p(self, buffer: Any) -> None:
+        """Let PV have a tile's P."""
+        cute.arch.sync_warp()
+        if self.lane == 0:
+            cute.arch.mbarrier_arrive(self.bars.p.full(buffer))
+
+    @cute.jit
+    def finish(self, row_sum: Any, max_logit: Any, row_max: Any, work_tile: Any, logit: Any, buffer: Any) -> None:
+        """Store a work tile's log-sum-exps, and what to multiply its rows of O with. logit: bits of the thread's
+        head's sink"""
+        heads = self.config.heads
+        self.gather(row_sum, max_logit, row_max)
+        if self.thread < heads:
+            out_scale = self.store_lse(self.thread, work_tile, logit)
+            ptx.store_shared_f32(self.smem.out_scale + buffer * (heads * 4) + self.thread * 4, out_scale)
 
     @cute.jit
     def gather(self, row_sum: Any, max_logit: Any, row_max: Any) -> None:
@@ -630,6 +564,126 @@ def _over_keys(value: Any, combine: Callable[[Any, Any], Any]) -> Any:
     for offset in (4, 8, 16):
         value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
     return value
+
+
+@dataclass(frozen=True)
+class QkSoftmax:
+    """The QK and softmax warpgroup.
+
+    mma       K Q^T, the first step of a tile and the others
+    layouts   of a stage of K and of the queries
+    """
+
+    columns: ColumnSoftmax
+    mma: tuple[Any, Any]
+    layouts: tuple[Any, Any]
+
+    @cute.jit
+    def run(self) -> None:
+        """Give PV the P of all tiles."""
+        columns = self.columns
+        config, bars, smem, scheduler, q = columns.config, columns.bars, columns.smem, columns.scheduler, columns.q
+        thread, sink, own_heads = columns.thread, columns.sink, config.own_heads
+        part = self.mma[0].get_slice(thread)
+        shape = part.partition_shape_C((KEYS, config.heads))
+        s, scores = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+
+        scale = ptx.abs_f32(columns.scale_log2)
+        tile, number = Int32(0), Int32(0)
+        stage, phase = barriers.start()
+        work_tile = scheduler.first
+        for ahead in range_constexpr(config.q_stages):
+            columns.copy_q_async(work_tile + ahead * scheduler.step, Int32(ahead))
+        while work_tile < scheduler.end:
+            cute.arch.cp_async_wait_group(config.q_stages - 1)
+            # tensor cores read them
+            cute.arch.fence_view_async_shared()
+            columns.sync()
+            q_stage = number % config.q_stages
+            q_at = smem.q + q_stage * config.q_bytes
+            row_max = [Float32(NEG_MAX) for _ in own_heads]
+            max_logit = [Float32(-Float32.inf) for _ in own_heads]
+            row_sum = [Float32(0.0) for _ in own_heads]
+
+            stage, phase, valid, flags = self.multiply(s, part, tile, stage, phase, q_at)
+            warpgroup.wait_group(0)
+            columns.take_scores(s, scores, valid)
+            while flags & LAST == 0:
+                buffer = tile % P_STAGES
+                bars.p.wait_empty(buffer, tile // P_STAGES & 1)
+                own_flags = flags
+                if self.is_late(stage, phase):
+                    row_max, max_logit, row_sum = columns.softmax(
+                        scores, scale, row_max, max_logit, row_sum, own_flags, buffer
+                    )
+                    columns.publish_p(buffer)
+                    stage, phase, valid, flags = self.multiply(s, part, tile + 1, stage, phase, q_at)
+                    warpgroup.wait_group(0)
+                else:
+                    # softmax goes on while tensor cores multiply the next tile
+                    stage, phase, valid, flags = self.multiply(s, part, tile + 1, stage, phase, q_at)
+                    row_max, max_logit, row_sum = columns.softmax(
+                        scores, scale, row_max, max_logit, row_sum, own_flags, buffer
+                    )
+                    columns.publish_p(buffer)
+                    warpgroup.wait_group(0)
+                tile = tile + 1
+                columns.take_scores(s, scores, valid)
+
+            buffer = tile % P_STAGES
+            logit = Int32(0)
+            if sink != 0:
+                logit = ptx.load_global_s32_where(thread < q.heads, sink + Int64(thread) * 4)
+            bars.p.wait_empty(buffer, tile // P_STAGES & 1)
+            row_max, max_logit, row_sum = columns.softmax(scores, scale, row_max, max_logit, row_sum, flags, buffer)
+            # all warps are done with the products of this work tile's queries
+            behind = work_tile + config.q_stages * scheduler.step
+            columns.copy_q_async(behind, q_stage)
+            columns.finish(row_sum, max_logit, row_max, work_tile, logit, buffer)
+            columns.publish_p(buffer)
+            tile = tile + 1
+            work_tile, number = work_tile + scheduler.step, number + 1
+        # no lane ends with copies under way
+        cute.arch.cp_async_wait_group(0)
+
+    @cute.jit
+    def multiply(self, s: Any, part: Any, tile: Any, stage: Any, phase: Any, q_at: Any) -> tuple[Any, Any, Any, Any]:
+        """Start s = K Q^T of the tile that begins at a stage, once it is there. Returns where the next begins, which of
+        the warp's keys are there, and the tile's flags."""
+        mma, layouts = self.mma, self.layouts
+        config, bars, smem = self.columns.config, self.columns.bars, self.columns.smem
+        # made anew: held in registers, descriptors would have to be moved to uniform ones, between two products
+        q_tile = wgmma.uniform_tile(ptx.again(q_at), layouts[1], BFloat16)
+        q_parts = mma[0].make_fragment_B(part.partition_B(q_tile))
+        k_parts = []
+        for _ in range_constexpr(QUARTERS):
+            bars.kv.wait_full(stage, phase)
+            rows = wgmma.uniform_tile(smem.kv + stage * KV_STAGE_BYTES, layouts[0], BFloat16)
+            k_parts.append(mma[0].make_fragment_A(part.partition_A(rows)))
+            stage, phase = barriers.advance(stage, phase, config.kv_stages)
+        # no proxy fence for what cp.async has brought: other kernels that multiply such rows have none either, and
+        # tests that repeat calls stand guard
+        if const_expr(config.fences_kv):
+            cute.arch.fence_view_async_shared()
+        warpgroup.fence()
+        steps = STAGE_COLUMNS // STEP
+        for i in range_constexpr(QUARTERS * steps):
+            chosen = mma[0] if const_expr(i == 0) else mma[1]
+            cute.gemm(chosen, s, k_parts[i // steps][None, None, i % steps], q_parts[None, None, i], s)
+        warpgroup.commit_group()
+        header_at = smem.header + (tile & HEADERS - 1) * HEADER
+        valid = ptx.load_shared_64(header_at + (ptx.thread_again() >> 5) * 8)
+        return stage, phase, valid, ptx.load_shared_s32(header_at + FLAGS_AT)
+
+    @cute.jit
+    def is_late(self, stage: Any, phase: Any) -> Any:
+        """Whether the tile that begins at a stage is not there for all warps."""
+        config, bars = self.columns.config, self.columns.bars
+        missing = Int32(0)
+        for _ in range_constexpr(QUARTERS):
+            missing = missing | (bars.kv.is_full(stage, phase) ^ 1)
+            stage, phase = barriers.advance(stage, phase, config.kv_stages)
+        return ptx.any_of_group(SOFTMAX_BARRIER, 128, missing) != 0
 
 
 # ---- PV and epilogue
@@ -851,7 +905,7 @@ class SwapAbKernel:
         ctas, _, _ = cute.arch.grid_dim()
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         config, allocator = self.config, SmemAllocator()
-        smem, bars = Smem.allocate(allocator, config), Bars.allocate(allocator)
+        smem, bars = Smem.allocate(allocator, smem_parts(config)), Bars.allocate(allocator)
         if thread == 0:
             bars.initialize()
         cute.arch.sync_threads()
@@ -866,7 +920,7 @@ class SwapAbKernel:
         own = thread % wgmma.WARPGROUP
         if group < PV:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            QkSoftmax(
+            columns = ColumnSoftmax(
                 config=config,
                 bars=bars,
                 smem=smem,
@@ -878,9 +932,8 @@ class SwapAbKernel:
                 thread=own,
                 lane=own & 31,
                 warp=cute.arch.make_warp_uniform(own >> 5),
-                mma=mma[:2],
-                layouts=(kv_layout, q_layout),
-            ).run()
+            )
+            QkSoftmax(columns, mma[:2], (kv_layout, q_layout)).run()
         elif group < PRODUCER:
             cute.arch.setmaxregister_increase(PV_REGISTERS)
             lane, warp = own & 31, cute.arch.make_warp_uniform(own >> 5)
