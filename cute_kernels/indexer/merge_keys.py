@@ -11,8 +11,8 @@
    histogram of its own, and if all of them have one order, their entries do.
 2. Winners go into a list: a prefix over the warp's counts and one atomic add a warp give them places. The RANKED or
    fewer elements of the last bin are ranked by one warp.
-3. Entries of the winners are sorted: a bitonic network over the CTA, of which steps of less than 32 places are
-   shuffles. What has no entry sorts as 2^32 - 1, behind all others, and is written as -1.
+3. Entries of the winners are sorted: a bitonic network over the CTA, of neighbouring places of a thread. Steps within
+   a warp's places are shuffles, those within a thread's its own. What has no entry sorts as 2^32 - 1, behind all others, and is written as -1.
 
 The order of atomic adds decides nothing but places in the list, which is a set: the same keys give the same bits, in
 whatever order, and from whichever rank, they come.
@@ -64,7 +64,7 @@ LISTED = topk.BEFORE
 LAST_BIN = topk.EQUALS
 EXTREMES = LAST_BIN + 8 * RANKED
 SLOT_COUNTS = EXTREMES + 16 * 32
-WINNERS = SLOT_COUNTS + 4 * 64
+WINNERS = SLOT_COUNTS + 4 * 32
 
 
 class Local(NamedTuple):
@@ -200,7 +200,7 @@ class MergeKeysKernel:
 
         picks = self.sort(here, kept)
         for j in range_constexpr(self.sorted_each):
-            place = thread + j * self.threads
+            place = thread * self.sorted_each + j
             ptx.store_global_s32(out + Int64(row) * out_stride + Int64(place) * 4, picks[j], (out != 0) & (place < k))
         if table != 0:
             request, _ = divmod(row, tokens)
@@ -368,36 +368,36 @@ class MergeKeysKernel:
 
     @cute.jit
     def sort(self, here: Here, kept: Int32) -> Any:
-        """The winners' entries: place `thread + j * threads` of their ascending order is a thread's j-th one."""
-        values = []
-        for j in range_constexpr(self.sorted_each):
-            number = here.thread + j * self.threads
-            _order, entry = ptx.load_shared_64(here.at + WINNERS + number * 8)
-            values.append(Uint32(entry) if number < kept else Uint32(NAN_ORDER))
+        """The winners' entries in ascending order: of neighbouring places, so that exchanges between the nearest ones
+        are a thread's own and fewer go through shared memory."""
+        values, each = [], self.sorted_each
+        first = here.thread * each
+        for j in range_constexpr(each):
+            _order, entry = ptx.load_shared_64(here.at + WINNERS + (first + j) * 8)
+            values.append(Uint32(entry) if first + j < kept else Uint32(NAN_ORDER))
         steps = network(self.places)
         exchanges = 0
         for number in range_constexpr(len(steps)):
             size, distance = steps[number]
             others = []
-            if const_expr(distance >= self.threads):
-                others = [values[j ^ (distance // self.threads)] for j in range(self.sorted_each)]
-            elif const_expr(distance < 32):
+            if const_expr(distance < each):
+                others = [values[j ^ distance] for j in range(each)]
+            elif const_expr(distance < 32 * each):
                 shuffle = cute.arch.shuffle_sync_bfly
-                others = [Uint32(shuffle(Int32(value), distance)) for value in values]
+                others = [Uint32(shuffle(Int32(value), distance // each)) for value in values]
             else:
                 # the array of the exchange before last, which all threads have read by the last one's barrier
                 array = here.at + WINNERS + 8 * self.places + exchanges % 2 * 4 * self.places
-                for j in range_constexpr(self.sorted_each):
+                for j in range_constexpr(each):
                     ptx.store_shared_s32(array + (here.thread + j * self.threads) * 4, Int32(values[j]))
                 cute.arch.sync_threads()
-                partner = here.thread ^ distance
-                for j in range_constexpr(self.sorted_each):
+                partner = here.thread ^ (distance // each)
+                for j in range_constexpr(each):
                     others.append(Uint32(ptx.load_shared_s32(array + (partner + j * self.threads) * 4)))
                 exchanges += 1
             sorted_ = []
-            for j in range_constexpr(self.sorted_each):
-                place = here.thread + j * self.threads
-                is_smaller = ((place & size) == 0) == ((place & distance) == 0)
+            for j in range_constexpr(each):
+                is_smaller = (((first + j) & size) == 0) == (((first + j) & distance) == 0)
                 low, high = cutlass.min(values[j], others[j]), cutlass.max(values[j], others[j])
                 sorted_.append(low if is_smaller else high)
             values = sorted_
@@ -410,29 +410,23 @@ class MergeKeysKernel:
         """Write the slots of the rank's own picks, then -1; how many they are."""
         found = [local.load(picks[j], picks[j] >= 0) for j in range(self.sorted_each)]
         slots = [local.slots.slot(one) for one in found]
-        behind = []
+        number, count = Int32(0), Int32(0)
         for j in range_constexpr(self.sorted_each):
             kept = cute.arch.vote_ballot_sync(slots[j] >= 0)
-            behind.append(Int32(cute.arch.popc(kept & ((Int32(1) << here.lane) - 1))))
-            if here.lane == 0:
-                count = Int32(cute.arch.popc(kept))
-                ptx.store_shared_s32(here.at + SLOT_COUNTS + (here.warp + j * self.warps) * 4, count)
+            number += Int32(cute.arch.popc(kept & ((Int32(1) << here.lane) - 1)))
+            count += Int32(cute.arch.popc(kept))
+        if here.lane == 0:
+            ptx.store_shared_s32(here.at + SLOT_COUNTS + here.warp * 4, count)
         cute.arch.sync_threads()
-        counts = []
-        for first in range_constexpr(0, self.warps * self.sorted_each, 32):
-            number = here.lane + first
-            count = ptx.load_shared_s32(here.at + SLOT_COUNTS + number % (self.warps * self.sorted_each) * 4)
-            counts.append(count if number < self.warps * self.sorted_each else Int32(0))
+        count = ptx.load_shared_s32(here.at + SLOT_COUNTS + here.lane % self.warps * 4)
+        count = count if here.lane < self.warps else Int32(0)
         redux = cute.arch.warp_redux_sync
-        total = Int32(redux(pairwise(counts, lambda a, b: a + b), "add"))
+        total = Int32(redux(count, "add"))
+        number += Int32(redux(count if here.lane < here.warp else Int32(0), "add"))
         for j in range_constexpr(self.sorted_each):
-            own = here.warp + j * self.warps
-            earlier = Int32(0)
-            for i in range_constexpr(len(counts)):
-                earlier += counts[i] if here.lane + 32 * i < own else Int32(0)
-            number = Int32(redux(earlier, "add")) + behind[j]
             ptx.store_global_s32(out + Int64(number) * 4, slots[j], slots[j] >= 0)
-            place = here.thread + j * self.threads
+            number += Int32(slots[j] >= 0)
+            place = here.thread * self.sorted_each + j
             ptx.store_global_s32(out + Int64(place) * 4, Int32(-1), (place >= total) & (place < k))
         return total
 

@@ -279,7 +279,8 @@ def pack_records(
     out         uint8 [n, `formats.RECORD_FORMATS[kv_format].record_bytes`], row-strided; mutated. None: allocated
     use_pdl     start while the kernel before on the stream still runs, and wait for it before anything is read
 
-    Returns out. On a GPU rows and pages are 4-byte aligned; multiples of 16 bytes (of fp8_ds_mla of 8) are faster.
+    Returns out. On a GPU rows and pages are 4-byte aligned; pages at multiples of 16 bytes, and rows one behind the
+    other from a multiple of 16 bytes on, are faster.
     Raises ValueError or TypeError on arguments that do not fit.
     """
     if out is None:

@@ -108,21 +108,21 @@ TILES: tuple[Tile, ...] = (
     Tile(GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4), 0.238, 0.4),
     Tile(GemmKey(HOPPER, rows=64, warpgroups=1, stages=8, depth=2), 0.344, 0.5),
     Tile(GemmKey(HOPPER, rows=128, columns=64, stages=8, depth=2), 0.328, 0.5),
-    Tile(GemmKey(HOPPER, rows=128, stages=5, depth=2, staged=True), 0.445, 0.3),
-    Tile(GemmKey(HOPPER, rows=192, warpgroups=3, stages=4, staged=True), 0.625, 0.5),
-    Tile(GemmKey(HOPPER, rows=256, stages=3, staged=True, lag=1), 0.845, 0.7, 2.0),
+    Tile(GemmKey(HOPPER, rows=128, stages=5, depth=2, staged=True), 0.420, 0.75),
+    Tile(GemmKey(HOPPER, rows=192, warpgroups=3, stages=4, staged=True), 0.630, 1.25),
+    Tile(GemmKey(HOPPER, rows=256, stages=3, staged=True, lag=1), 0.820, 2.0),
 )
-"""Fitted to times on an H200 (the last two: perf/log/data/gemm_tiles_1.txt)."""
+"""Fitted to times on an H200 (the last three: perf/log/data/gemm_places_1.txt)."""
 
 GROUPED_TILES: tuple[Tile, ...] = (
-    *TILES[:-3],
-    Tile(TILES[-3].key, 0.535, 0.2),
-    Tile(TILES[-2].key, 0.69, 0.1),
-    Tile(GemmKey(HOPPER, rows=256, stages=4, lag=1), 0.785, 1.9),
+    *TILES[:4],
+    Tile(GemmKey(HOPPER, rows=128, stages=6, depth=2), 0.460, 0.23, 0.5),
+    Tile(TILES[-3].key, 0.450, 0.3, 1.3),
+    Tile(TILES[-2].key, 0.675, 0.1),
+    Tile(GemmKey(HOPPER, rows=256, stages=4, lag=1), 0.920, 0.76),
 )
-"""For grouped weights, whose K is 4096. The last two are fitted to shares of the time of TILES' last one on an H100
-(perf/log/data/einsum_5.txt): results that do not go out through shared memory leave room for a stage more. The one
-before is what a round of several takes on an H200 (perf/log/data/gemm_overwrite_1.txt)."""
+"""For grouped weights, whose K is 4096, the last four fitted to the same times. Results that do not go out through
+shared memory leave room for a stage more, and are out sooner behind the last work tile, but later behind the others."""
 
 SPLIT_TILES: tuple[Tile, ...] = (
     Tile(GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=2), 0.239, 2.0),
@@ -146,15 +146,16 @@ beside this one's. Of up to 64 rows: with more, fewer stages bring the operands 
 CO_RESIDENT_ROWS = 64
 
 BF16_TILES: tuple[Tile, ...] = (
-    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=13, depth=4), 0.197, 1.1),
-    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=2), 0.190, 2.0),
-    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=4), 0.234, 2.3),
-    Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=6, depth=2), 0.283, 2.0),
-    Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=4, depth=2, splits=2), 0.481, 1.7),
-    Tile(GemmKey(HOPPER, operands="bf16", rows=128, columns=64, stages=7, depth=2, splits=2), 0.207, 2.2),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=13, depth=4), 0.136, 2.5),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=2), 0.160, 3.0),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=4), 0.106, 5.4),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=128, columns=64, stages=7, depth=2, splits=2), 0.202, 3.5),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=128, columns=96, stages=6, depth=2, splits=2), 0.243, 4.1),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=128, columns=96, stages=7, depth=2), 0.219, 3.7),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=6, depth=2), 0.292, 3.7),
 )
-"""Of bf16 operands, whole and with K cut; chunks have 64 columns. Fitted to times of 64 to 384 rows on an H100
-(perf/log/data/gemm_bf16_1.txt), the last one to those of 128 to 512 on an H200 (gemm_overwrite_1.txt there)."""
+"""Of bf16 operands, whole and with K cut; chunks have 64 columns. Fitted to times of 128 to 512 rows on an H200, as
+dependents back to back and apart (perf/log/data/gemm_places_1.txt), the one with four splits to those of 64."""
 
 SQUARES_TILES = tuple(
     tile._replace(key=replace(tile.key, staged=True, squares=True)) for tile in TILES if tile.key.columns == SCALE_BLOCK
@@ -236,7 +237,7 @@ def with_squares(rows: int, outputs: int, chunks: int, multiprocessors: int = MU
 
 def many_rows_keys(output: str, may_split: bool = False) -> list[GemmKey]:
     """Every key of a type of result: a batch may have any size."""
-    keys = [tile.key for tile in (*TILES, GROUPED_TILES[-1], *(SPLIT_TILES if may_split else ()))]
+    keys = [*dict.fromkeys(tile.key for tile in (*TILES, *GROUPED_TILES, *(SPLIT_TILES if may_split else ())))]
     keys += [CO_RESIDENT[key] for key in keys if key in CO_RESIDENT]
     return [with_output(key, output) for key in keys if has_result(key, output)]
 

@@ -9,6 +9,7 @@ are allowed, and how often instructions occur. What no count can say is in the t
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -289,18 +290,25 @@ def rotations() -> Iterator[Row]:
 
 
 def packs() -> Iterator[Row]:
-    """40 registers keep 48 warps on a multiprocessor. All slots are on their way before one is used, and all units
-    before one is stored."""
-    loads = {16: r"v4\.b32", 8: r"b64", 4: r"b32"}
+    """40 registers keep 48 warps on a multiprocessor. All vectors of a thread are on their way before one is stored."""
+    loads = {16: r"gpu\.global\.v4\.b32", 8: r"gpu\.global\.L1::no_allocate\.b64"}
+    loads[4] = r"gpu\.global\.L1::no_allocate\.b32"
     stores = {16: STORE_16, 8: STORE_8, 4: r"st\.global\.b32"}
-    for arch, unit, is_unpack in (*itertools.product((HOPPER,), pack.UNITS, (False, True)), ("sm_80", 8, False)):
-        each = pack.EACH[unit]
-        ptx = {
-            r"ld\.relaxed\.cta\.global\.b64": each,
-            rf"ld\.relaxed\.gpu\.global\.L1::no_allocate\.{loads[unit]}": each,
-            stores[unit]: each,
-        }
-        yield Row(pack.PackKey(arch, unit, is_unpack), 64, ptx | waits(arch), absent=DIVISIONS, threads=pack.THREADS)
+    for arch, sizes, is_unpack in (
+        *itertools.product((HOPPER,), ((576, 8, 16), (128, 4, 4), (4096, 0, 16)), (False, True)),
+        ("sm_80", (576, 8, 8), False),
+    ):
+        key = pack.PackKey(arch, *sizes, is_unpack)
+        pages, rows = (-(-key.tile * size // (key.vector * pack.THREADS)) for size in (key.data, key.record))
+        of_pages, of_rows = Counter({key.vector: pages}), Counter({key.vector: rows})
+        of_pages[key.unit] += key.scales // key.unit
+        # the last tile's, behind its last whole vector
+        of_rows[key.unit] += key.record % key.vector != 0
+        source, target = (of_rows, of_pages) if is_unpack else (of_pages, of_rows)
+        slots = Counter({8: 1})
+        ptx = {rf"ld\.relaxed\.{loads[size]}": count for size, count in (source + slots).items()}
+        ptx |= {stores[size]: count for size, count in target.items()}
+        yield Row(key, 40, ptx | waits(arch), absent=DIVISIONS, threads=pack.THREADS)
 
 
 def keys() -> Iterator[Row]:
@@ -315,7 +323,9 @@ def merges() -> Iterator[Row]:
     for each place of a thread."""
     for arch, places, width in ((HOPPER, 512, 2), (HOPPER, 2048, 1), ("sm_80", 1024, 2)):
         for key in merge_keys.keys_of(arch, places, width):
-            shuffles = sum(distance < 32 for _, distance in merge_keys.network(places)) * places // (32 * key.warps)
+            each = places // (32 * key.warps)
+            steps = [distance for _, distance in merge_keys.network(places)]
+            shuffles = sum(each <= distance < 32 * each for distance in steps) * each
             loads = {r"ld\.relaxed\.gpu\.global\.L1::no_allocate\.(?:v4\.b32|b64)": key.each // width}
             ptx = loads | {r"shfl\.sync\.bfly": shuffles} | waits(arch)
             yield Row(key, of_threads(32 * key.warps), ptx, absent=DIVISIONS, threads=32 * key.warps)

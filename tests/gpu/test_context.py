@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from cute_kernels.indexer import reference
 from cute_kernels.indexer.ops import merge_top_k_keys
 from cute_kernels.kv_cache.ops import pack_records, unpack_records
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
+from tests.helpers import raw_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,6 +63,29 @@ def test_merged_keys_in_any_order_every_time() -> None:
         order = torch.randperm(8, device="cuda", generator=g)
         places = torch.randperm(512, device="cuda", generator=g)
         assert torch.equal(merge_top_k_keys(keys[order][:, :, places]), want)
+
+
+@pytest.mark.parametrize("kv_format", ["fp8_ds_mla/1", "indexer_fp8/1", "compressor_state_256/1"])
+def test_records_of_any_number_and_alignment(kv_format: str) -> None:
+    """Whole tiles and parts of one, vectors of every width: the bytes of the CPU, and no others."""
+    fmt = formats.RECORD_FORMATS[kv_format]
+    blocks, size = 40, fmt.record_bytes
+    g = torch.Generator().manual_seed(size)
+    pool = fmt.allocate(blocks, 31)
+    raw_bytes(pool).random_(0, 256, generator=g)
+    for records, (first, gap) in itertools.product((1, 33, 129, 1000), ((0, 0), (4, 0), (8, 8), (16, 16), (0, 4))):
+        slots = torch.randperm(blocks * 31, generator=g)[:records] - 3
+        memory = torch.full((first + records * (size + gap),), 7, dtype=torch.uint8)
+        results = []
+        for device in ("cpu", "cuda"):
+            own, places, cache = memory.to(device), slots.to(device), fmt.allocate(blocks, 31, device)
+            raw_bytes(cache).copy_(raw_bytes(pool))
+            rows = own[first:].view(records, size + gap)[:, :size]
+            pack_records(cache, places, kv_format, out=rows)
+            other = fmt.allocate(blocks, 31, device)
+            unpack_records(rows, other, places, kv_format)
+            results.append((own.cpu(), raw_bytes(other).cpu()))
+        assert all(map(torch.equal, *results)), (records, first, gap)
 
 
 @pytest.mark.parametrize("kv_format", formats.RECORD_FORMATS)

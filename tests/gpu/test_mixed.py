@@ -354,13 +354,15 @@ def test_bits_of_prefill(heads: int, out_scale: float, dtype: torch.dtype) -> No
     assert ((out.float() - want.float() * out_scale).abs() <= want.float().abs() / 128).all()
 
 
-def test_every_code(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("heads", [8, 32, 64])
+def test_every_code(heads: int, dtype: torch.dtype) -> None:
     """Each e4m3 code in every place of a row, alone: out is it."""
     if dtype != FP8:
         pytest.skip("of e4m3 caches")
     numbers = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8, device=DEVICE)
     count = len(numbers)
-    call = make((1,) * count, (1,) * count, window_size=1, width=None, capacity=(count, 1), padding=0, sink="none")
+    lens = (1,) * count
+    call = make(lens, lens, heads=heads, window_size=1, width=None, capacity=(count, 1), padding=0, sink="none")
     call = dataclasses.replace(call, query=torch.zeros_like(call.query.float()).to(FP8), out_scale=1.0)
     call.window.view(torch.uint8).view(-1, 512)[:count] = numbers[:, None]
     call.indices[:, 0] = torch.arange(count, device=DEVICE).int()
@@ -387,7 +389,7 @@ def test_large_caches(rows: int, heads: int) -> None:
     check(dataclasses.replace(call, window=pool, compressed=pool))
 
 
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("heads", [8, 16, 32, 128])
 def test_bits_repeat_and_do_not_depend_on_the_batch(heads: int) -> None:
     call = make((1,) * 100 + (200, 99), (700,) * 50 + (5,) * 50 + (200, 500), heads=heads, width=205, padding=0)
     want = check(call)

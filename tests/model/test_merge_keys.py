@@ -42,8 +42,8 @@ def keys_of(kind: str, parts: int, rows: int, k: int) -> torch.Tensor:
     ("key", "parts", "k", "kind"),
     [
         (MergeKeysKey("sm_90a", 512, 16, 4, 2), 3, 512, "normal"),
-        (MergeKeysKey("sm_90a", 512, 16, 4, 2), 7, 512, "equal"),
-        (MergeKeysKey("sm_90a", 512, 16, 8, 1), 5, 77, "bits"),
+        (MergeKeysKey("sm_90a", 512, 8, 16, 2), 7, 512, "equal"),
+        (MergeKeysKey("sm_90a", 512, 8, 8, 1), 5, 77, "bits"),
         (MergeKeysKey("sm_90a", 512, 16, 8, 2), 40, 100, "twice"),
         (MergeKeysKey("sm_90a", 2048, 32, 8, 2), 6, 2000, "bits"),
     ],

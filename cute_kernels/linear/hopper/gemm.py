@@ -111,7 +111,7 @@ class GemmKey(KernelKey):
     operands     "e4m3" (with scales) or "bf16", which has one wave, no lag and no squares
     output       "bf16", "fp32" or "e4m3" (with a scale for each row and 128 columns)
     rows         of a work tile: 64 * warpgroups * waves
-    columns      of a work tile: 32, 64 or 128, so that they share a scale; 128 for an e4m3 result
+    columns      of a work tile: 32, 64 or 128, so that they share a scale; 96 of bf16 operands; 128 for an e4m3 result
     warpgroups   that multiply: 1 to 3
     stages       of the ring
     depth        chunks whose products a warpgroup has under way together; 1 with several waves
@@ -495,17 +495,16 @@ class GemmKernel:
             ring.wait_full(stage, phase)
         whole = work.chunks // SCALED_CHUNKS * SCALED_CHUNKS
         for first in cutlass.range(0, whole, SCALED_CHUNKS, unroll=1):
-            scales.advance(work, first)
             chunks = [(first + number, Int32(number)) for number in range(SCALED_CHUNKS)]
             stage, phase = self.add_chunks(
-                mma, ring, operands, scales, totals, products, (stage, phase), chunks, work.chunks, late
+                mma, ring, operands, scales, totals, products, (stage, phase), chunks, work, late
             )
         if whole < work.chunks:
             scales.advance(work, whole)
             for chunk in cutlass.range(whole, work.chunks, 1, unroll=1):
                 chunks = [(chunk, chunk - whole)]
                 stage, phase = self.add_chunks(
-                    mma, ring, operands, scales, totals, products[:1], (stage, phase), chunks, work.chunks, late
+                    mma, ring, operands, scales, totals, products[:1], (stage, phase), chunks, work, late
                 )
         return stage, phase
 
@@ -551,14 +550,13 @@ class GemmKernel:
         products: Any,
         place: Any,
         chunks: Any,
-        end: Any,
+        work: Any,
         late: Any,
     ) -> tuple[Any, Any]:
         """Add chunks to the totals: as many as there are `products` are under way together. Their first one has been
         waited for, and in the end so has the one behind them.
 
         chunks   of each its number, and which of four it is
-        end      behind the last chunk of the work tile
         """
         thread = cute.arch.thread_idx()[0]
         lane = thread % WARP
@@ -575,6 +573,9 @@ class GemmKernel:
                 ring.wait_full(stage, phase)
             sums = products[i % depth]
             wgmma.multiply(*mma, sums, consumer, a, b, stage * self.waves, stage)
+            if const_expr(i == 0 and len(chunks) == SCALED_CHUNKS):
+                # the scales are waited for while there is a product under way
+                scales.advance(work, chunk)
             factors = scales.of_chunk(number)
             for wave in range_constexpr(1, self.waves):
                 wgmma.wait(0)
@@ -588,7 +589,7 @@ class GemmKernel:
                 used, sums, factors = under_way.pop(0)
                 # the next chunk is waited for while there is a product under way
                 is_alone = const_expr(len(under_way) == 0)
-                if const_expr(is_alone and not is_last) or (const_expr(is_alone) and chunk + 1 < end):
+                if const_expr(is_alone and not is_last) or (const_expr(is_alone) and chunk + 1 < work.chunks):
                     ring.wait_full(stage, phase)
                 wgmma.wait(len(under_way))
                 self.release(ring, used, lane)
