@@ -28,11 +28,11 @@
              blackwell/prefill_mixed          sm_100a, sm_103a  all            both          gathered, trusted
              mma_sync/prefill                 all               all            both          where no other does
 
-V4.1's: mxfp8_v41 beside itself, fp8_ds_mla or nvfp4_v41, and fp8_ds_mla beside both, the window's first, interleaved or
-split; no kernel elsewhere, nor of paged prefill. Gathered, mapped: what Blackwell's copies can address (`ungathered`,
-`unmapped`); trusted: runtime.trust; countable: `is_countable`. Results as codes and raw queries (q_norm, not for 16
-heads or fewer) are variants of hopper/'s kernels and of mma_sync/decode_small_heads on sm_90a, with fp8_ds_mla caches,
-or in decode V4.1's, where there are formats; decode_swap_ab has none.
+V4.1's: mxfp8_v41 beside itself, fp8_ds_mla or nvfp4_v41, and fp8_ds_mla beside both, the window's first, interleaved
+or, in decode, split; other kernels of decode take none. Gathered, mapped: what Blackwell's copies can address
+(`ungathered`, `unmapped`); trusted: runtime.trust; countable: `is_countable`. Results as codes and raw queries (q_norm,
+not for 16 heads or fewer) are variants of hopper/'s kernels and of mma_sync/decode_small_heads on sm_90a, with
+fp8_ds_mla caches, or in decode V4.1's, where there are formats; decode_swap_ab has none.
 
 Few rows: with up to 16 heads Hopper's decode takes a call if `num_splits` and `split_tokens` are 0 and 2 x rows <=
 multiprocessors (66 rows on an H100), as it is faster then; with more rows the other is. With up to 8 heads and long
