@@ -86,7 +86,8 @@ def launch_decode(call: DecodeCall) -> None:
     device_index = call.q.device.index
     key = select.of_decode(call)
     ctas = multiprocessors(device_index) * key.ctas_per_sm
-    splits, split_tiles = call.splits(ctas // key.ctas_per_work_tile)
+    is_whole = isinstance(key, DecodeSwapAbKey)
+    splits, split_tiles = (1, 0) if is_whole else call.splits(ctas // key.ctas_per_work_tile)
     is_combined = schedule.goes_through_workspace(splits, split_tiles)
     results: tuple[Any, ...]
     if is_combined:
@@ -118,7 +119,7 @@ def launch_decode(call: DecodeCall) -> None:
         *_lengths(call.topk_length),
         *len1,
         sink,
-        scale_log2(call.softmax_scale) if isinstance(key, DecodeSwapAbKey) else call.softmax_scale * ptx.LOG2_E,
+        scale_log2(call.softmax_scale) if is_whole else call.softmax_scale * ptx.LOG2_E,
         *(() if call.q_squares is None else (call.q_norm_eps,)),
         splits,
         split_tiles,

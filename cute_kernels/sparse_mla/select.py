@@ -4,8 +4,8 @@
     op       kernel                           arch              heads          caches        rows, and what else
     decode   hopper/decode                    sm_90a            17 and more    fp8_ds_mla
                                                                 1 to 16                      few rows, below
-             hopper/decode_swap_ab            sm_90a            1 to 16        V4.1's        whole, no block table,
-                                                                                             interleaved
+             hopper/decode_swap_ab            sm_90a            1 to 16        fp8_ds_mla,   in one split, below;
+                                                                               V4.1's        interleaved
              hopper/decode                    sm_90a            all            V4.1's        all others
              mma_sync/decode_small_heads      sm_90a            1 to 16        fp8_ds_mla    all others
                                               sm_100a, sm_103a                               blackwell/ may not run
@@ -32,12 +32,13 @@ V4.1's: mxfp8_v41 beside itself, fp8_ds_mla or nvfp4_v41, and fp8_ds_mla beside 
 or, in decode, split; other kernels of decode take none. Gathered, mapped: what Blackwell's copies can address
 (`ungathered`, `unmapped`); trusted: runtime.trust; countable: `is_countable`. Results as codes and raw queries (q_norm,
 not for 16 heads or fewer) are variants of hopper/'s kernels and of mma_sync/decode_small_heads on sm_90a, with
-fp8_ds_mla caches, or in decode V4.1's, where there are formats; decode_swap_ab has none.
+fp8_ds_mla caches, or in decode V4.1's, where there are formats.
 
-Few rows: with up to 16 heads Hopper's decode takes a call if `num_splits` and `split_tokens` are 0 and 2 x rows <=
-multiprocessors (66 rows on an H100), as it is faster then; with more rows the other is. With up to 8 heads and long
-lists of fp8_ds_mla that holds for half as many, which it splits (`has_few_rows`). Fixing the split always takes
-decode_small_heads, or decode_swap_ab if it is one.
+Up to 16 heads: where the op chooses the split (`num_splits` and `split_tokens` are 0), rows choose the kernel, as they
+choose the split: few ones are Hopper's decode's, which splits them, more are decode_swap_ab's, by two CTAs or one
+(`swap_ab_ctas`); of 8 heads over fp8_ds_mla those of several rounds are decode_small_heads'. One split by the caller
+always is decode_swap_ab's, any other one decode_small_heads' or, of V4.1's caches, Hopper's decode's. What
+decode_swap_ab does not take for its strides is Hopper's decode's up to `has_few_rows`.
 """
 
 from __future__ import annotations
@@ -89,6 +90,9 @@ MIXED_FP8_HEADS = (*SMALL_HEADS, 32)
 MOST_NORMED_HEADS = SMALL_HEADS[-1]
 """No kernel for that many heads or fewer takes raw queries."""
 
+SWAP_AB_HEADS = (8, 16)
+"""Those of decode_swap_ab."""
+
 FEW_ROWS_HEADS = (8, 16)
 """Those of which Hopper's decode takes calls with few rows."""
 
@@ -104,6 +108,10 @@ MOST_WHOLE_TILES = 4
 
 PREFILL_PAIR_ARCHS: tuple[str, ...] = ()
 """Where more than 64 heads take prefill_2cta: nowhere, until a GPU has run it."""
+
+SHARED_CTAS, LEAST_SHARED_TILES, SHARED_ROWS = 2, 4, 5
+"""CTAs of decode_swap_ab that share a row where there is room for them; KV tiles of a row from which on they do; where
+there is room for so many CTAs a row, hopper/decode in splits is faster."""
 
 MOST_KEYS, MOST_COLUMNS, MOST_PAGE_BYTES = 2**29, 2**29, 2**31
 """Hopper's and Blackwell's paged kernels take calls with fewer than so many: entries and positions that a table has
@@ -147,21 +155,36 @@ def decode_key(
     return PortableDecodeKey(arch, heads_of_group(heads), format0, extra, format1, out_fp32)
 
 
-def takes_swap_ab(call: DecodeCall) -> bool:
-    """Whether rows of a call go to decode_swap_ab, few ones aside: few heads over V4.1's own interleaved records, in
-    one split each, the extra one by slots; bf16 results, and rows of q and out equally far apart."""
+def swap_ab_ctas(call: DecodeCall) -> int:
+    """CTAs that share a row in decode_swap_ab, or 0 where it does not take a call: few heads, in one split if the
+    caller says, results bf16 or codes, rows of q, and of out, equally far apart. Where the op chooses the split, rows
+    choose as well: see LEAST_SHARED_TILES, SHARED_ROWS; 8 heads over fp8_ds_mla in several rounds are faster by
+    decode_small_heads."""
     index = call.q.device.index
-    if call.q.shape[2] > MOST_NORMED_HEADS or not is_v41(call.formats) or arch_of(index) != HOPPER:
-        return False
-    if not set(call.formats).isdisjoint(V41_SPLIT) or call.extra == "dense":
-        return False
-    if call.is_quantized or call.out.element_size() != 2 or call.split_tokens:
-        return False
+    heads = heads_of_group(call.q.shape[2])
+    if heads not in SWAP_AB_HEADS or arch_of(index) != HOPPER:
+        return 0
+    if not set(call.formats).isdisjoint((PLAIN_BF16.id, *V41_SPLIT)):
+        return 0
+    if call.split_tokens or call.num_splits > 1 or not (call.is_quantized or call.out.element_size() == 2):
+        return 0
     tokens = call.q.shape[1]
     is_even = all(
-        tokens == 1 or rows.shape[0] == 1 or rows.stride(0) == tokens * rows.stride(1) for rows in (call.q, call.out)
+        tokens == 1 or rows.shape[0] == 1 or rows.stride(0) == tokens * rows.stride(1)
+        for rows in ((call.q,) if call.is_quantized else (call.q, call.out))
     )
-    return is_even and call.splits(multiprocessors(index))[0] == 1
+    if not is_even:
+        return 0
+    if call.num_splits:
+        return 1
+    sms = multiprocessors(index)
+    if call.rows > sms and heads == GROUP_HEADS[0] and not is_v41(call.formats):
+        return 0
+    if call.rows * SHARED_CTAS > sms:
+        return 1
+    if call.rows * SHARED_ROWS <= sms:
+        return 0
+    return SHARED_CTAS if call.max_tiles >= LEAST_SHARED_TILES else 1
 
 
 def is_v41(kv_formats: tuple[str, str]) -> bool:
@@ -212,9 +235,10 @@ def of_decode(call: DecodeCall, out_fp32: bool = False) -> DecodeKernelKey:
     heads, owns = call.q.shape[2], own_decode_kernels(arch, call.q.shape[2])
     if owns and why_not_own_decode(call):
         owns = ()
+    ctas = 0 if out_fp32 else swap_ab_ctas(call)
+    if ctas:
+        return DecodeSwapAbKey(arch, heads_of_group(heads), call.extra, *call.formats, ctas=ctas)
     is_few_rows = has_few_rows(call, multiprocessors(index))
-    if not out_fp32 and not is_few_rows and takes_swap_ab(call):
-        return DecodeSwapAbKey(arch, heads_of_group(heads), call.extra, *call.formats)
     own = next((own for own in owns if trust.is_trusted("sparse_mla_decode", own, index)), "")
     return decode_key(arch, heads, call.extra, out_fp32, *call.formats, is_few_rows, own)
 
@@ -278,6 +302,7 @@ def decode_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
         if latent_ratios(config):
             keys |= dict.fromkeys(v41_decode_keys(arch, heads))
         keys |= dict.fromkeys(decode_variant(key, False, False, dealt=True) for key in tuple(keys))
+        keys |= dict.fromkeys(key for extra in extras for key in swap_ab_keys(arch, heads, extra, fmt, fmt))
     return [*keys, *combine.deployment_keys(config, tp, arch)]
 
 
@@ -288,9 +313,16 @@ def v41_decode_keys(arch: str, heads: int) -> list[DecodeKernelKey]:
         for extra, pair in (("none", (window.id, window.id)), ("listed", (window.id, entries.id))):
             if is_v41(pair):
                 keys += [decode_key(arch, heads, extra, fp32, *pair) for fp32 in (False, True)]
-                if heads <= MOST_NORMED_HEADS:
-                    keys.append(DecodeSwapAbKey(arch, heads_of_group(heads), extra, *pair))
+                keys += swap_ab_keys(arch, heads, extra, *pair)
     return keys
+
+
+def swap_ab_keys(arch: str, heads: int, extra: str, format0: str, format1: str) -> list[DecodeKernelKey]:
+    """Of decode_swap_ab, if it takes so many heads: bf16 results and codes, of a row by one CTA or by several."""
+    if heads > SWAP_AB_HEADS[-1]:
+        return []
+    ways = itertools.product((False, True), (1, SHARED_CTAS))
+    return [DecodeSwapAbKey(arch, heads_of_group(heads), extra, format0, format1, *way) for way in ways]
 
 
 # ---- prefill

@@ -20,7 +20,7 @@ MXFP8, NVFP4 = "mxfp8_v41/1", "nvfp4_v41/1"
 MXFP8_SPLIT, NVFP4_SPLIT = "mxfp8_v41_split/1", "nvfp4_v41_split/1"
 KERNELS: dict[str, dict[str, Any]] = {
     "chosen": {},
-    "teams": {"BLACKWELL": (), "SMALL_HEADS": (8, 16), "FEW_ROWS_HEADS": ()},
+    "teams": {"BLACKWELL": (), "SMALL_HEADS": (8, 16), "SWAP_AB_HEADS": (), "FEW_ROWS_HEADS": ()},
     "portable": {"HOPPER": "", "BLACKWELL": (), "SMALL_HEADS": ()},
 }
 """Kernels to run the tests with -> what to change where one is chosen."""

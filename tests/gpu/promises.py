@@ -51,7 +51,10 @@ KERNELS: dict[str, dict[str, tuple[str, Mapping[str, Any]]]] = {
         ("cute_kernels.compressor.ratio128", {"runs_on": lambda arch: False}),
     ),
     "small heads": {
-        "sparse_mla_decode": (_SELECT, {"BLACKWELL": (), "SMALL_HEADS": (8, 16), "FEW_ROWS_HEADS": ()}),
+        "sparse_mla_decode": (
+            _SELECT,
+            {"BLACKWELL": (), "SMALL_HEADS": (8, 16), "SWAP_AB_HEADS": (), "FEW_ROWS_HEADS": ()},
+        ),
     },
 }
 """Kernels that calls do not choose by themselves here -> op -> the module that chooses, and what to change there."""

@@ -14,6 +14,10 @@ from cute_kernels.kv_cache.ops import (
     dequantize_and_gather_k_cache,
     fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert,
 )
+from cute_kernels.runtime import compile as compile_
+from cute_kernels.runtime.arch import multiprocessors
+from cute_kernels.sparse_mla import select
+from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
 from tests import oracle
 from tests.gpu.decode_cases import Pool, check, fill, int32, make, run
 from tests.gpu.decode_checks import BF16, FP8, MXFP8, MXFP8_SPLIT, NVFP4, NVFP4_SPLIT, same_bits
@@ -76,6 +80,27 @@ def test_block_tables(heads: int, first: str, second: str) -> None:
         sizes: dict[str, Any] = {"rows": rows, "extra_rows": extra_rows, "extra_topk": 200 + b, "seed": b}
         check(make(b, s_q, **sizes, **both, lengths="bs", **splits))
     check(make(70, extra_topk=130, extra_rows=64, **both))
+
+
+LISTS = [*((FP8, FP8, kind) for kind in ("none", "listed", "dense")), *((*pair, "listed") for pair in PAIRS[:3])]
+
+
+@pytest.mark.parametrize(("first", "extra", "second"), LISTS)
+@pytest.mark.parametrize("ctas", [1, 2])
+@pytest.mark.parametrize("heads", [8, 13])
+def test_ctas_share_a_row(
+    heads: int, ctas: int, first: str, extra: str, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows by one CTA or by two, of which some have nothing: a row alone, and as many as run at once."""
+    monkeypatch.setattr(select, "SHARED_CTAS", ctas)
+    monkeypatch.setattr(select, "SHARED_ROWS", 1 << 20)
+    both: dict[str, Any] = {"kv_format": first, "extra_format": extra, "second": second, "lengths": "bs"}
+    for b in (1, multiprocessors(0) // ctas):
+        with compile_.record_launches() as launches:
+            check(make(b, 1, heads, 500, extra_topk=200, extra_rows=8, seed=b, **both))
+        (key, *_), *_ = launches
+        assert isinstance(key, DecodeSwapAbKey)
+        assert key.ctas == ctas
 
 
 @pytest.mark.parametrize("second", [NVFP4, MXFP8, NVFP4_SPLIT, MXFP8_SPLIT])

@@ -22,6 +22,7 @@ from tests.model.launch import divisor, pack, run_grid
 from tests.model.memory import GlobalMemory
 from tests.model.problems import Decode, lengths, on_host, put
 from tests.model.ptx import Program, parse
+from tests.model.test_hopper_codes import codes
 
 slow = pytest.mark.slow
 
@@ -61,7 +62,9 @@ def test_decode(first: str, second: str, kind: str) -> None:
 
 
 class WholeDecode(Decode):
-    """A call of decode_swap_ab."""
+    """A call of decode_swap_ab. ctas: of a row"""
+
+    ctas = 1
 
     def place(self, program: Program) -> tuple[GlobalMemory, bytes, int]:
         call, memory = self.call, GlobalMemory()
@@ -76,32 +79,59 @@ class WholeDecode(Decode):
             sources += [put(memory, pool.bytes), pool.stride, pool.pages, *divisor(pool.rows)]
             strides = indices.stride(0) * 4, indices.stride(1) * 4
             sources += [put(memory, indices), *strides, indices.shape[2], *lengths(memory, length)]
-        self.out = memory.reserve(self.items * heads * 1024)
+        if self.codes is None:
+            self.out = memory.reserve(self.items * heads * 1024)
         self.lse = memory.reserve(self.items * heads * 4)
         row, head, *_ = (stride * 2 for stride in call.q.stride()[1:])
         values = [q, row, head, heads, q, *(stride * 2 for stride in call.q.stride()[:3]), heads, *sources]
-        values += [self.out, heads * 1024, 1024]
+        values += [self.out, heads * 1024, 1024] if self.codes is None else self.codes.place(memory, self.items, heads)
         values += [self.lse, self.items * heads * 4, heads * tokens * 4, tokens * 4, 4]
-        values += [put(memory, call.sink), call.scale * LOG2_E, *divisor(tokens), *divisor(1), self.items]
+        values += [put(memory, call.sink), call.scale * LOG2_E, *divisor(tokens), *divisor(self.ctas), *divisor(1)]
+        values += [self.items]
         self.memory = memory
         return memory, pack(program, [*values, *[0] * (len(program.parameters) - len(values))]), self.items
 
     def run(self, program: Program, size: int, pairs: int = 1, **options: Any) -> Any:
         memory, parameters, items = self.place(program)
-        return run_grid(program, parameters, memory, blocks=min(pairs, items), cluster=1, size=size, **options)
+        blocks = min(pairs, items) if self.ctas == 1 else self.ctas * items
+        return run_grid(program, parameters, memory, blocks=blocks, cluster=self.ctas, size=size, **options)
 
 
 @pytest.mark.parametrize(
-    ("heads", "first", "second"),
-    [(8, FP8, NVFP4), *(pytest.param(16, MXFP8, other, marks=slow) for other in (NVFP4, MXFP8, FP8))],
+    ("heads", "first", "second", "ctas"),
+    [
+        (8, FP8, NVFP4, 1),
+        (8, FP8, FP8, 2),
+        *(pytest.param(16, MXFP8, other, ctas, marks=slow) for other, ctas in ((NVFP4, 1), (MXFP8, 2), (FP8, 1))),
+    ],
 )
-def test_decode_of_few_heads(heads: int, first: str, second: str) -> None:
-    """Rows of several tiles, of none and of one, by a CTA; its rings go round. One head less than there is room for."""
-    key = DecodeSwapAbKey("sm_90a", heads, "listed", first, second)
+def test_decode_of_few_heads(heads: int, first: str, second: str, ctas: int) -> None:
+    """Rows of several tiles, of none and of one, by a CTA; its rings go round. Or a row by several CTAs, of which some
+    have nothing. One head less than there is room for."""
+    key = DecodeSwapAbKey("sm_90a", heads, "listed", first, second, ctas=ctas)
     decode = WholeDecode(v41_call(first, second, heads - 1, [70, 0, 128, 1], [100, -1, 65, 0]), heads)
+    decode.ctas = ctas
     program = parse(compile_report(key).ptx)
     records, make = orders.recorder(program)
     decode.run(program, key.smem_bytes, seed=1, events=make)
     decode.check()
     # as in test_hopper
     orders.check(records[0], votes_order=True)
+
+
+@pytest.mark.parametrize(("heads", "ctas"), [(8, 2), *(pytest.param(16, ctas, marks=slow) for ctas in (1, 2))])
+def test_codes_of_few_heads(heads: int, ctas: int) -> None:
+    """The bytes that bf16 results come to."""
+    call = v41_call(FP8, NVFP4, heads, [70, 0, 128], [100, -1, 65])
+    plain, quantized = WholeDecode(call, heads), WholeDecode(call, heads, codes=codes(1))
+    for decode, is_quantized in ((plain, False), (quantized, True)):
+        key = DecodeSwapAbKey("sm_90a", heads, quantized=is_quantized, ctas=ctas)
+        decode.ctas = ctas
+        program = parse(compile_report(key).ptx)
+        records, make = orders.recorder(program)
+        decode.run(program, key.smem_bytes, seed=1, events=make)
+    out, lse = plain.results()
+    quantized.codes.assert_those_of(out[0].flatten(0, 1), quantized.memory)
+    assert torch.equal(quantized.results_of_logits(), lse)
+    # as in test_hopper; where P was there is something else then
+    orders.check(records[0], counts_versions=False, votes_order=True)

@@ -195,7 +195,7 @@ def test_hoppers_kernel_takes_no_other_caches_and_architectures(monkeypatch: pyt
 
 
 def test_many_heads_are_for_hoppers_kernel(gpu: Launches) -> None:
-    for rows, heads, kind in ((67, 16, SmallHeadsDecodeKey), (67, 17, DecodeKey), (2, 65, DecodeKey)):
+    for rows, heads, kind in ((67, 16, DecodeSwapAbKey), (67, 17, DecodeKey), (2, 65, DecodeKey)):
         gpu.run(**of_rows(rows, heads))
         key, given = gpu.decodes[-1]
         assert isinstance(key, kind)
@@ -222,8 +222,8 @@ def v41(heads: int, window: Any = formats.FP8_DS_MLA, tokens: int = 1, **changes
 
 
 def test_records_of_v41(gpu: Launches) -> None:
-    """Whole rows of few heads go to the kernel with keys on the long side; few rows, splits, partial results, block
-    tables and rows of uneven distances, as those of many heads, to the one for all."""
+    """Whole rows of few heads go to the kernel with keys on the long side; few rows, splits, partial results and rows
+    of uneven distances, as those of many heads, to the one for all."""
     one = {"num_splits": 1}
     wide = torch.zeros(2, 3, 8, 512, dtype=torch.bfloat16)
     partial = torch.zeros(2, 1, 8, 512)
@@ -238,7 +238,7 @@ def test_records_of_v41(gpu: Launches) -> None:
         (v41(8, num_splits=2, workspace=memory), DecodeKey, 16),
         (v41(8, split_tokens=64, workspace=memory), DecodeKey, 16),
         (v41(8, out=partial, **one), DecodeKey, 16),
-        ({**v41(8, **one), **DENSE, **table}, DecodeKey, 16),
+        ({**v41(8, **one), **DENSE, **table}, DecodeSwapAbKey, 8),
         (v41(17), DecodeKey, 32),
         (v41(64, formats.MXFP8_V41), DecodeKey, 64),
     ):
@@ -280,25 +280,32 @@ def test_shapes_choose_the_kernel_that_deals_work(gpu: Launches, monkeypatch: py
 
 
 def test_rows_choose_the_kernel_where_they_choose_the_split(gpu: Launches) -> None:
-    few, room = SMS // 2, torch.zeros(2**22, dtype=torch.uint8)
-    for splits, few_kind in (
-        ({}, DecodeKey),
-        ({"num_splits": 1}, SmallHeadsDecodeKey),
-        ({"split_tokens": 64, "workspace": room}, SmallHeadsDecodeKey),
-    ):
-        for heads, (rows, kind) in itertools.product((8, 16), ((few, few_kind), (few + 1, SmallHeadsDecodeKey))):
-            gpu.run(**of_rows(rows, heads), **splits)
-            assert isinstance(gpu.decodes[-1][0], kind)
-    # more than four tiles of 8 heads: half as many rows, which are split
-    for heads, rows, columns, kind in (
-        (8, few // 2, 257, DecodeKey),
-        (8, few // 2 + 1, 257, SmallHeadsDecodeKey),
-        (8, few, 256, DecodeKey),
-        (16, few, 257, DecodeKey),
+    few, room = SMS // 5, torch.zeros(2**24, dtype=torch.uint8)
+    for rows, heads, columns, kind, ctas in (
+        (few, 8, 257, DecodeKey, 0),
+        (few, 16, 7, DecodeKey, 0),
+        (few + 1, 8, 257, DecodeSwapAbKey, 2),
+        (few + 1, 16, 192, DecodeSwapAbKey, 1),
+        (SMS // 2, 16, 257, DecodeSwapAbKey, 2),
+        (SMS // 2 + 1, 8, 257, DecodeSwapAbKey, 1),
+        (SMS, 8, 257, DecodeSwapAbKey, 1),
+        (SMS + 1, 8, 257, SmallHeadsDecodeKey, 0),
+        (SMS + 1, 16, 257, DecodeSwapAbKey, 1),
     ):
         indices = torch.zeros(rows, 1, columns, dtype=torch.int32)
         gpu.run(**{**of_rows(rows, heads), "indices": indices, "workspace": room})
-        assert isinstance(gpu.decodes[-1][0], kind)
+        key, given = gpu.decodes[-1]
+        assert type(key) is kind
+        if ctas:
+            assert (key.ctas, given["parts"], given["part_tiles"]) == (ctas, 1, 0)
+    # a split that the caller has fixed: rows choose nothing
+    for heads, rows in itertools.product((8, 16), (2, few + 1, SMS, SMS + 1)):
+        gpu.run(**of_rows(rows, heads), num_splits=1)
+        assert gpu.decodes[-1][0] == DecodeSwapAbKey("sm_90a", heads, "none", FP8, FP8)
+        for splits in ({"split_tokens": 64}, {"num_splits": 2}):
+            indices = torch.zeros(rows, 1, 65, dtype=torch.int32)
+            gpu.run(**{**of_rows(rows, heads), "indices": indices, "workspace": room, **splits})
+            assert type(gpu.decodes[-1][0]) is SmallHeadsDecodeKey
 
 
 def of_rows(rows: int, heads: int) -> dict[str, Any]:

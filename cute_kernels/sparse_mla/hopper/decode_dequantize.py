@@ -61,16 +61,41 @@ E4M3_TO_E2M1 = 0x7B007B00
 """2^119 in both halves of a word, as bf16: twice that makes of 2^-120 of a scale 2^118 of it, which belongs to codes
 2^-126 of their value for 2^-8 of the product."""
 
-E2M1_UNSHIFT = (127 + E2M1_SHIFT) * 0x00800080
-"""2^8 in both halves of a word, as bf16."""
-
 NAN_CODES, NAN_LOW, NAN_HIGH = 0x7F7F7F7F, 0x7FC0, 0x7FC00000
+
+
+@cute.jit
+def e2m1_factors(words: Any, member: Any, masks: Any = None) -> Any:
+    """Factors of the codes of slabs, four of each four words, which are their scales: bf16, two in a word, 2^118 of the
+    scales of the thread's columns. masks: None, or of each four words what to keep of its scales"""
+    # of each slab's four scales that of the thread's 16 columns
+    chosen = 0x40 + member * 0x11
+    factors, nans = [], []
+    for i in range_constexpr(0, len(words), 4):
+        halves = [ptx.permute_bytes(words[i + j], words[i + j + 1], chosen) for j in (0, 2)]
+        codes = ptx.permute_bytes(halves[0], halves[1], 0x5410)
+        if const_expr(masks is not None):
+            codes = codes & masks[i // 4]
+        factors += convert.bf16_pairs_of_e4m3([codes], [ptx.again(E4M3_TO_E2M1)] * 2)
+        nans.append((codes & NAN_CODES) + 0x01010101)
+    has_nan = nans[0]
+    for nan in nans[1:]:
+        has_nan = has_nan | nan
+    if has_nan & 0x80808080 != 0:
+        for i in range_constexpr(len(nans)):
+            nan, low, high = nans[i], factors[2 * i], factors[2 * i + 1]
+            low = low | (Int32(NAN_LOW) if nan & 0x80 != 0 else Int32(0))
+            low = low | (Int32(NAN_HIGH) if nan & 0x8000 != 0 else Int32(0))
+            high = high | (Int32(NAN_LOW) if nan & 0x800000 != 0 else Int32(0))
+            high = high | (Int32(NAN_HIGH) if nan < 0 else Int32(0))
+            factors[2 * i], factors[2 * i + 1] = low, high
+    return factors
 
 
 @dataclass(frozen=True)
 class RowConverter:
-    """What a thread does with its shares of two rows once it has loaded them: of columns of CTA `rank` of the cluster,
-    or of a half of that number."""
+    """What a thread does with its shares of two rows once it has loaded them: of columns of CTA `rank` of the
+    cluster."""
 
     rank: Any
 
@@ -126,35 +151,14 @@ class RowConverter:
     # ---- NVFP4
 
     @cute.jit
-    def e2m1_factors(self, raw: Any, piece: cutlass.Constexpr, member: Any) -> Any:
-        """Factors of the codes of a row's slabs, bf16, two in a word: 2^118 of the scales of the thread's columns."""
-        words = [raw[E2M1_WORDS * piece + word] for word in range(4)]
-        # of each slab's four scales that of the thread's 16 columns
-        chosen = 0x40 + member * 0x11
-        halves = [ptx.permute_bytes(words[i], words[i + 1], chosen) for i in (0, 2)]
-        codes = ptx.permute_bytes(halves[0], halves[1], 0x5410)
-        low, high = convert.bf16_pairs_of_e4m3([codes], [ptx.again(E4M3_TO_E2M1)] * 2)
-        nan = (codes & NAN_CODES) + 0x01010101
-        if nan & 0x80808080 != 0:
-            low = low | (Int32(NAN_LOW) if nan & 0x80 != 0 else Int32(0))
-            low = low | (Int32(NAN_HIGH) if nan & 0x8000 != 0 else Int32(0))
-            high = high | (Int32(NAN_LOW) if nan & 0x800000 != 0 else Int32(0))
-            high = high | (Int32(NAN_HIGH) if nan < 0 else Int32(0))
-        return low, high
-
-    @cute.jit
-    def convert_e2m1(
-        self, raw: Any, factors: Any, slab: cutlass.Constexpr, target: Any, is_exact: cutlass.Constexpr = False
-    ) -> None:
-        """Store a slab's columns of the thread's two rows as bf16, 2^-8 of their values; is_exact: themselves."""
+    def convert_e2m1(self, raw: Any, factors: Any, slab: cutlass.Constexpr, target: Any) -> None:
+        """Store a slab's columns of the thread's two rows as bf16, 2^-8 of their values."""
         for piece in range_constexpr(2):
             half = const_expr(0x1010 if slab % 2 == 0 else 0x3232)
             factor = ptx.permute_bytes(factors[piece][slab // 2], factors[piece][slab // 2], half)
             for chunk in range_constexpr(2):
                 pairs = convert.bf16_pairs_of_e2m1(raw[E2M1_WORDS * piece + 4 + 2 * slab + chunk])
                 words = [ptx.multiply_bf16x2(pair, factor) for pair in pairs]
-                if const_expr(is_exact):
-                    words = [ptx.multiply_bf16x2(word, ptx.again(E2M1_UNSHIFT)) for word in words]
                 ptx.store_shared_128((target ^ (16 * chunk)) + piece * STAGE_SLAB_BYTES, words)
 
 
@@ -256,7 +260,9 @@ class Dequantizer:
         # arrival alone does not wait for loads whose values nobody has used yet
         last_at = stage_at + LAST_SLAB * SLAB_BYTES
         if const_expr(part.is_e2m1):
-            factors = [own.e2m1_factors(raw, piece, member) for piece in range(2)]
+            factors = [
+                e2m1_factors([raw[E2M1_WORDS * piece + word] for word in range(4)], member) for piece in range(2)
+            ]
             own.convert_e2m1(raw, factors, LAST_SLAB, fp8_at + last_at)
             self.release(fp8_stages, lane)
             for slab in range_constexpr(LAST_SLAB):

@@ -119,16 +119,12 @@ class SwapAbConfig:
     op          name of the op
     heads       8 or 16: how many there are at most
     quantized   results become codes
-    kv_stages   of the KV ring
-    fences_kv   whether threads store rows, and not asynchronous copies
     is_fp8      rows and queries are e4m3 codes, which are multiplied as f16 (prefill_mixed_swap_ab.py)
     """
 
     op: str
     heads: int
     quantized: bool = False
-    kv_stages: int = KV_STAGES
-    fences_kv: bool = False
     is_fp8: bool = False
 
     @property
@@ -154,8 +150,21 @@ class SwapAbConfig:
 
     @property
     def own_heads(self) -> range:
-        """Of a thread of QK and softmax: 8 (j // 2) + 2 (lane % 4) + j % 2."""
+        """Of a thread: 8 (j // 2) + 2 (lane % 4) + j % 2."""
         return range(self.heads // 4)
+
+    def load_of_heads(self, lane: Any, address: Any) -> list[Any]:
+        """Of the fp32 numbers that heads have in shared memory, those of a thread's heads."""
+        numbers: list[Any] = []
+        for i in range(self.heads // 8):
+            numbers += ptx.load_shared_f32x2(address + (8 * i + (lane & 3) * 2) * 4)
+        return numbers
+
+    def rescale(self, o: Any, factors: Any) -> None:
+        """Multiply each column of O^T with its head's factor. o: parts of whole times 64 rows"""
+        for part in o:
+            for i in range(cute.size(part)):
+                part[i] = part[i] * factors[i % (self.heads // 2) // 4 * 2 + i % 2]
 
 
 # ---- shared memory
@@ -183,7 +192,7 @@ def smem_parts(config: SwapAbConfig) -> dict[str, int]:
     heads = config.heads
     absmax = {"absmax": 4 * heads * QUARTERS * 4} if config.quantized else {}
     return {
-        "kv": config.kv_stages * KV_STAGE_BYTES,
+        "kv": KV_STAGES * KV_STAGE_BYTES,
         "q": config.q_stages * config.q_bytes,
         "p": P_STAGES * config.p_bytes,
         "lists": LISTS * list_bytes(PRODUCER_WARPS),
@@ -363,6 +372,8 @@ class ColumnSoftmax:
     A warp has 16 keys of all heads, as tensor cores give them: a thread has two keys of two or four heads. Maxima move
     only when a head's outgrow theirs by 2^8: sums and O are relative to them, and until they move no warp asks what the
     others' are.
+
+    barrier   number of the warpgroup's named barrier
     """
 
     config: SwapAbConfig
@@ -376,9 +387,10 @@ class ColumnSoftmax:
     thread: Any
     lane: Any
     warp: Any
+    barrier: Any = SOFTMAX_BARRIER
 
     def sync(self) -> None:
-        cute.arch.barrier(barrier_id=SOFTMAX_BARRIER, number_of_threads=128)
+        cute.arch.barrier(barrier_id=self.barrier, number_of_threads=128)
 
     @cute.jit
     def copy_q_async(self, work_tile: Any, q_stage: Any) -> None:
@@ -430,11 +442,11 @@ class ColumnSoftmax:
         """Returns what to multiply O with before a tile, whether that is anything, and the work tile's maxima and
         largest logits with it."""
         own_heads = self.config.own_heads
-        largest = [ptx.max_f32(scores[_index(j, 0)], scores[_index(j, 1)]) * scale for j in own_heads]
+        largest = [ptx.max_f32(scores[index_of(j, 0)], scores[index_of(j, 1)]) * scale for j in own_heads]
         max_logit = [ptx.max_f32(max_logit[j], largest[j]) for j in own_heads]
         growth = [largest[j] - row_max[j] for j in own_heads]
         has_grown = Int32(1) if pairwise(growth, ptx.max_f32) > Float32(RESCALE_THRESHOLD) else Int32(0)
-        has_factors = ptx.any_of_group(SOFTMAX_BARRIER, 128, has_grown)
+        has_factors = ptx.any_of_group(self.barrier, 128, has_grown)
         factors = [Float32(1.0) for _ in own_heads]
         if has_factors != 0:
             found = self.exchange_max(largest)
@@ -464,7 +476,7 @@ class ColumnSoftmax:
         smem, own_heads = self.smem, self.config.own_heads
         for i in range_constexpr(cute.size(scores)):
             scores[i] = ptx.exp2(ptx.fma_rn(scores[i], scale, -row_max[i // 4 * 2 + i % 2]))
-        row_sum = [row_sum[j] * factors[j] + (scores[_index(j, 0)] + scores[_index(j, 1)]) for j in own_heads]
+        row_sum = [row_sum[j] * factors[j] + (scores[index_of(j, 0)] + scores[index_of(j, 1)]) for j in own_heads]
         self.store_p(scores, smem.p + buffer * self.config.p_bytes)
         if (self.warp == 0) & (self.lane == 0):
             ptx.store_shared_64(smem.target + buffer * TARGET, flags, has_factors)
@@ -539,13 +551,7 @@ class ColumnSoftmax:
     def store_lse(self, head: Any, work_tile: Any, logit: Any) -> Any:
         """Store what a head's logits come to. Returns what to multiply its row of O with."""
         q, out = self.q, self.out
-        known = []
-        for warp in range_constexpr(4):
-            words = ptx.load_shared_128(self.smem.exchange + (warp * self.config.heads + head) * EXCHANGED)
-            known.append([word.bitcast(Float32) for word in words])
-        row_sum = pairwise([one[0] for one in known], operator.add)
-        max_logit = pairwise([one[1] for one in known], ptx.max_f32)
-        row_max = known[0][2]
+        row_sum, max_logit, row_max = self.gathered(head)
         lse = (row_max + ptx.log2(row_sum)) * Float32(ptx.LN_2)
         lse = Float32(Float32.inf) if row_sum == Float32(0.0) else lse
         if const_expr(out.max_logits is not None):
@@ -553,8 +559,18 @@ class ColumnSoftmax:
         out.lse.store((work_tile, head), lse, head < q.heads)
         return out_scale_of(row_sum, row_max, logit, self.sink)
 
+    def gathered(self, head: Any) -> tuple[Any, Any, Any]:
+        """row_sum, max_logit and row_max of a head, of which all warps have told."""
+        known = []
+        for warp in range(4):
+            words = ptx.load_shared_128(self.smem.exchange + (warp * self.config.heads + head) * EXCHANGED)
+            known.append([word.bitcast(Float32) for word in words])
+        row_sum = pairwise([one[0] for one in known], operator.add)
+        max_logit = pairwise([one[1] for one in known], ptx.max_f32)
+        return row_sum, max_logit, known[0][2]
 
-def _index(head: int, half: int) -> int:
+
+def index_of(head: int, half: int) -> int:
     """Where the score is of one of the thread's heads and one of its two keys."""
     return head // 2 * 4 + half * 2 + head % 2
 
@@ -651,7 +667,7 @@ class QkSoftmax:
         """Start s = K Q^T of the tile that begins at a stage, once it is there. Returns where the next begins, which of
         the warp's keys are there, and the tile's flags."""
         mma, layouts = self.mma, self.layouts
-        config, bars, smem = self.columns.config, self.columns.bars, self.columns.smem
+        bars, smem = self.columns.bars, self.columns.smem
         # made anew: held in registers, descriptors would have to be moved to uniform ones, between two products
         q_tile = wgmma.uniform_tile(ptx.again(q_at), layouts[1], BFloat16)
         q_parts = mma[0].make_fragment_B(part.partition_B(q_tile))
@@ -660,11 +676,9 @@ class QkSoftmax:
             bars.kv.wait_full(stage, phase)
             rows = wgmma.uniform_tile(smem.kv + stage * KV_STAGE_BYTES, layouts[0], BFloat16)
             k_parts.append(mma[0].make_fragment_A(part.partition_A(rows)))
-            stage, phase = barriers.advance(stage, phase, config.kv_stages)
+            stage, phase = barriers.advance(stage, phase, KV_STAGES)
         # no proxy fence for what cp.async has brought: other kernels that multiply such rows have none either, and
         # tests that repeat calls stand guard
-        if const_expr(config.fences_kv):
-            cute.arch.fence_view_async_shared()
         warpgroup.fence()
         steps = STAGE_COLUMNS // STEP
         for i in range_constexpr(QUARTERS * steps):
@@ -678,12 +692,12 @@ class QkSoftmax:
     @cute.jit
     def is_late(self, stage: Any, phase: Any) -> Any:
         """Whether the tile that begins at a stage is not there for all warps."""
-        config, bars = self.columns.config, self.columns.bars
+        bars = self.columns.bars
         missing = Int32(0)
         for _ in range_constexpr(QUARTERS):
             missing = missing | (bars.kv.is_full(stage, phase) ^ 1)
-            stage, phase = barriers.advance(stage, phase, config.kv_stages)
-        return ptx.any_of_group(SOFTMAX_BARRIER, 128, missing) != 0
+            stage, phase = barriers.advance(stage, phase, KV_STAGES)
+        return ptx.any_of_group(self.columns.barrier, 128, missing) != 0
 
 
 # ---- PV and epilogue
@@ -738,7 +752,7 @@ class PvEpilogue:
                 bars.p.wait_full(buffer, tile // P_STAGES & 1)
                 flags, has_factors = ptx.load_shared_64(smem.target + buffer * TARGET)
                 if has_factors != 0:
-                    self.rescale(o, self.of_heads(smem.factor + buffer * (config.heads * 4)))
+                    config.rescale(o, config.load_of_heads(lane, smem.factor + buffer * (config.heads * 4)))
                 p = wgmma.uniform_tile(smem.p + buffer * config.p_bytes, p_layout, BFloat16)
                 p_parts = pv.make_fragment_B(part.partition_B(p))
                 stages, v_parts = [], []
@@ -749,7 +763,7 @@ class PvEpilogue:
                     rows = wgmma.uniform_tile(smem.kv + stage * KV_STAGE_BYTES, v_layout, BFloat16)
                     transposed = cute.composition(rows, cute.make_layout((STAGE_COLUMNS, KEYS), stride=(KEYS, 1)))
                     v_parts.append(pv.make_fragment_A(part.partition_A(transposed)))
-                    stage, phase = barriers.advance(stage, phase, self.config.kv_stages)
+                    stage, phase = barriers.advance(stage, phase, KV_STAGES)
                 # of P stored in the ordinary way; where it is stored, it would wait for the stores
                 cute.arch.fence_view_async_shared()
                 warpgroup.fence()
@@ -763,10 +777,10 @@ class PvEpilogue:
                 if flags & LAST == 0:
                     release(bars.p.empty(buffer), lane)
                 tile = tile + 1
-            out_scales = self.of_heads(smem.out_scale + buffer * (config.heads * 4))
+            out_scales = config.load_of_heads(lane, smem.out_scale + buffer * (config.heads * 4))
             if const_expr(out.scale is not None):
                 out_scales = [out_scale * out.scale for out_scale in out_scales]
-            self.rescale(o, out_scales)
+            config.rescale(o, out_scales)
             if const_expr(out.quant is not None):
                 self.store_quantized(o, angles, work_tile)
             else:
@@ -824,21 +838,6 @@ class PvEpilogue:
             pair = rotate_pair_back(values[2 * i], values[2 * i + 1], cos, sin)
             rotated += [pair[j] if is_rope else values[2 * i + j] for j in range(2)]
         return rotated
-
-    def of_heads(self, address: Any) -> list[Any]:
-        """The thread's of the fp32 numbers that heads have."""
-        numbers: list[Any] = []
-        for i in range(self.config.heads // 8):
-            numbers += ptx.load_shared_f32x2(address + (8 * i + (self.lane & 3) * 2) * 4)
-        return numbers
-
-    @cute.jit
-    def rescale(self, o: Any, factors: Any) -> None:
-        """Multiply each column of O^T with its head's factor."""
-        own = self.config.heads // 2
-        for quarter in o:
-            for i in range_constexpr(cute.size(quarter)):
-                quarter[i] = quarter[i] * factors[i % own // 4 * 2 + i % 2]
 
 
 # ---- kernel
