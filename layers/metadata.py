@@ -88,6 +88,10 @@ class DeepseekV4Metadata:
     them as the indexer picks; in steps with prefill requests also prefill_key_starts int32 [P+1], where the entries
     of each begin among those of all of them, request after request, and row_key_starts and row_key_ends int32 [T],
     the entries among these that a row sees (of decode rows without meaning).
+
+    Attention reads lists, lengths and block tables of decode rows before the kernel ahead of it has ended
+    (constant_lists of `sparse_mla_decode`): what writes them must let no other kernel begin before it has ended itself,
+    as copies and the builder's kernel do.
     """
 
     compress_ratio: int

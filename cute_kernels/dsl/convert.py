@@ -336,6 +336,15 @@ def bf16_pairs_of_e2m1(word: Any) -> list[Any]:
     return [ptx.bf16x2_of_nibbles(word << 4, word, i) for i in range(4)]
 
 
+E2M1_AS_BF16 = (127 + 126) * 0x00800080
+"""2^126 in both halves of a word, as bf16."""
+
+
+def bf16_of_e2m1(word: Any) -> list[Any]:
+    """Eight e2m1 codes as bf16 pairs in their order, exact."""
+    return [ptx.multiply_bf16x2(pair, ptx.again(E2M1_AS_BF16)) for pair in bf16_pairs_of_e2m1(word)]
+
+
 LARGEST_SINGLE_E2M1_SCALE = 130
 """The largest ue8m0 byte whose scale takes one factor in e2m1_scale_pairs."""
 

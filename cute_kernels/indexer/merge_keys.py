@@ -12,7 +12,8 @@
 2. Winners go into a list: a prefix over the warp's counts and one atomic add a warp give them places. The RANKED or
    fewer elements of the last bin are ranked by one warp.
 3. Entries of the winners are sorted: a bitonic network over the CTA, of neighbouring places of a thread. Steps within
-   a warp's places are shuffles, those within a thread's its own. What has no entry sorts as 2^32 - 1, behind all others, and is written as -1.
+   a thread's places are its own, those within a warp's shuffles. What has no entry sorts as 2^32 - 1, behind all
+   others, and is written as -1.
 
 The order of atomic adds decides nothing but places in the list, which is a set: the same keys give the same bits, in
 whatever order, and from whichever rank, they come.

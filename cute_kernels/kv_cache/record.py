@@ -44,10 +44,6 @@ HALF_ROW = 512
 """Bytes from a lane's first run of bf16 columns to its second."""
 
 
-E2M1_AS_BF16 = (127 + 126) * 0x00800080
-"""2^126 in both halves of a word, as bf16."""
-
-
 # ---- pieces
 
 
@@ -282,10 +278,7 @@ def store_decoded_v41(
             words = _values(row[half], convert.ue8m0_value(byte), arch)
         else:
             scale = convert.bf16x2_of_e4m3(byte)
-            pairs = [
-                ptx.multiply_bf16x2(pair, ptx.again(E2M1_AS_BF16)) for pair in convert.bf16_pairs_of_e2m1(*row[half])
-            ]
-            words = [ptx.multiply_bf16x2(pair, scale) for pair in pairs]
+            words = [ptx.multiply_bf16x2(pair, scale) for pair in convert.bf16_of_e2m1(*row[half])]
         ptx.store_global_128(start + half * HALF_ROW, words, predicate)
 
 

@@ -220,8 +220,8 @@ def launch_prefill(call: PrefillCall) -> None:
 
 def why_not_paged(call: PagedCall) -> str:
     """Why no kernel can take a call, or nothing."""
-    if select.is_v41(call.formats):
-        return f"caches of V4.1's own records are supported on a CPU, got {' and '.join(call.formats)}"
+    if not set(call.formats).isdisjoint(select.V41_SPLIT):
+        return f"split pages of V4.1's own records are supported on a CPU, got {' and '.join(call.formats)}"
     why = misaligned_results(call, _why_not_codes(call) if call.is_quantized else "")
     why = why or misaligned("heads of q", call.q, (0, 1))
     for name, pool in call.caches.items():

@@ -506,9 +506,9 @@ def sparse_mla_prefill_paged(
     topk_indices             int32 [T, K], K >= 0, entries of the row's own request: column j counts iff j < v and its
                              value is in 0 .. v - 1; a value that appears twice counts twice. None: all of 0 .. v - 1
     attn_sink                fp32 [h]: a logit without a value; -inf or None has no effect, +inf gives out = 0
-    kv_format                record format id of swa_cache: fp8_ds_mla/1, mxfp8_v41/1 or plain_bf16/1
-    compressed_kv_format     record format id of compressed_cache, likewise, or nvfp4_v41/1. No kernel takes mxfp8_v41/1
-                             and nvfp4_v41/1: they are for a CPU
+    kv_format                record format id of swa_cache: fp8_ds_mla/1, mxfp8_v41/1 (or split) or plain_bf16/1
+    compressed_kv_format     record format id of compressed_cache, likewise, or nvfp4_v41/1 (or split). V4.1's own are
+                             the portable kernel's, on any GPU; split ones are for a CPU
     num_splits               how many splits a kernel cuts a row's keys into; 0: chosen from the shapes of the call, and
                              1 unless there are few rows. Other numbers than 0 are kept in any batch
     split_tokens             keys of a split, multiple of 64, instead of num_splits: then a row's bits do not depend on

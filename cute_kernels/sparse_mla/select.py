@@ -28,11 +28,11 @@
              blackwell/prefill_mixed          sm_100a, sm_103a  all            both          gathered, trusted
              mma_sync/prefill                 all               all            both          where no other does
 
-V4.1's: mxfp8_v41 beside itself, fp8_ds_mla or nvfp4_v41, and fp8_ds_mla beside both, the window's first, interleaved or
-split; no kernel elsewhere, nor of paged prefill. Gathered, mapped: what Blackwell's copies can address (`ungathered`,
-`unmapped`); trusted: runtime.trust; countable: `is_countable`. Results as codes and raw queries (q_norm, not for 16
-heads or fewer) are variants of hopper/'s kernels and of mma_sync/decode_small_heads on sm_90a, with fp8_ds_mla caches,
-or in decode V4.1's, where there are formats.
+V4.1's: mxfp8_v41 beside itself, fp8_ds_mla or nvfp4_v41, and fp8_ds_mla beside both, the window's first, interleaved
+or, in decode, split; other kernels of decode take none. Gathered, mapped: what Blackwell's copies can address
+(`ungathered`, `unmapped`); trusted: runtime.trust; countable: `is_countable`. Results as codes and raw queries (q_norm,
+not for 16 heads or fewer) are variants of hopper/'s kernels and of mma_sync/decode_small_heads on sm_90a, with
+fp8_ds_mla caches, or in decode V4.1's, where there are formats.
 
 Up to 16 heads: where the op chooses the split (`num_splits` and `split_tokens` are 0), rows choose the kernel, as they
 choose the split: few ones are Hopper's decode's, which splits them, more are decode_swap_ab's, by two CTAs or one

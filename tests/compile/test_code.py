@@ -674,6 +674,7 @@ def portable_prefills() -> Iterator[Row]:
         *(PortableMixedKey("sm_89", 64, E4M3), PortableMixedKey("sm_103a", 64, E4M3)),
         *(PortablePagedKey(arch) for arch in ("sm_80", HOPPER, "sm_103a")),
         PortablePagedKey("sm_100a", 64, "all", FP8, BF16),
+        PortablePagedKey("sm_80", 64, "listed", MXFP8_V41.id, NVFP4_V41.id),
     ]
     for key in keys:
         config = key.config

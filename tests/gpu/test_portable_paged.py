@@ -14,7 +14,7 @@ from cute_kernels.runtime.record import record_calls
 from cute_kernels.sparse_mla.ops import sparse_mla_prefill_paged
 from tests.gpu.decode_cases import DEVICE, INT_MAX, INT_MIN, SCALE, Pool, generator, int32, random_sink
 from tests.gpu.decode_cases import LARGEST as LARGEST_OF_POOLS
-from tests.gpu.decode_checks import BF16, FP8, attention, same_bits
+from tests.gpu.decode_checks import BF16, FP8, MXFP8, NVFP4, attention, same_bits
 from tests.gpu.prefill_checks import LARGEST, assert_results, use_kernel
 
 pytestmark = [
@@ -199,10 +199,24 @@ def test_heads(heads: int, compressed: str) -> None:
     check(make(heads=heads, compressed=compressed, seed=heads))
 
 
-@pytest.mark.parametrize("formats", [(FP8, BF16), (BF16, FP8), (BF16, BF16)])
+V41_PAIRS = [(MXFP8, MXFP8), (MXFP8, NVFP4), (FP8, NVFP4), (FP8, MXFP8)]
+
+
+@pytest.mark.parametrize("formats", [(FP8, BF16), (BF16, FP8), (BF16, BF16), *V41_PAIRS])
 @pytest.mark.parametrize("compressed", ["all", "listed"])
 def test_formats(formats: tuple[str, str], compressed: str) -> None:
     check(make(formats=formats, compressed=compressed))
+
+
+@pytest.mark.parametrize("formats", V41_PAIRS)
+@pytest.mark.parametrize("heads", [8, 32])
+def test_records_of_v41(heads: int, formats: tuple[str, str]) -> None:
+    """Odd pages and strides, entries of one and of two tokens, chosen as ever: no kernel of Hopper's own takes them."""
+    use = {"formats": formats, "heads": heads}
+    check(make(rows=(7, 5), ratio=2, more_stride=16, **use))
+    check(make(query_lens=(140,), seq_lens=(700,), ratio=1, width=512, **use))
+    if formats[0] == MXFP8:
+        check(make(compressed="none", **use))
 
 
 @pytest.mark.parametrize("first", [1, 2, 53, 64, 256])

@@ -23,7 +23,14 @@ BLOCKS, BLOCK_SIZE = 3, 7
 @pytest.mark.parametrize("is_unpack", [False, True])
 @pytest.mark.parametrize(
     ("data", "scales", "vector", "records", "gap"),
-    [(576, 8, 16, 37, 0), (576, 8, 8, 18, 8), (128, 4, 16, 131, 0), (128, 4, 4, 34, 4), (2048, 0, 16, 11, 32), (528, 0, 16, 33, 0)],
+    [
+        (576, 8, 16, 37, 0),
+        (576, 8, 8, 18, 8),
+        (128, 4, 16, 131, 0),
+        (128, 4, 4, 34, 4),
+        (2048, 0, 16, 11, 32),
+        (528, 0, 16, 33, 0),
+    ],
 )
 def test_bytes(data: int, scales: int, vector: int, records: int, gap: int, is_unpack: bool) -> None:
     key, capacity = PackKey("sm_90a", data, scales, vector, is_unpack), BLOCKS * BLOCK_SIZE

@@ -11,8 +11,10 @@ without the plug-in runs the same, by FlashMLA's kernels: of its own package or 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -30,10 +32,8 @@ def main(device: str = "cpu") -> None:
     importlib.import_module("transformers.models.auto.image_processing_auto")
     importlib.import_module("transformers.models.auto.processing_auto")
     stubs.install("IPython", "flash_mla", "sentencepiece", "torchvision")
-    if device == "cuda":
-        own = importlib.import_module("flash_mla")
-        if isinstance(own, stubs.StubModule):
-            vars(own).update(vars(importlib.import_module("vllm.third_party.flashmla.flash_mla_interface")))
+    if device == "cuda" and isinstance(importlib.import_module("flash_mla"), stubs.StubModule):
+        take_vllms_kernels()
     from cute_kernels.plugins import VARIABLE, sglang
 
     os.environ[VARIABLE] = "all"
@@ -53,6 +53,20 @@ def main(device: str = "cpu") -> None:
     with torch.no_grad(), torch.device(device):
         check(backend, kernels, sglang.Backend)
     print(f"sglang: modules were patched, attention ran: {', '.join(sglang.PLUGIN.said)}")
+
+
+def take_vllms_kernels() -> None:
+    """FlashMLA's functions from vLLM's copy, without the keywords that only its own package has."""
+    copy = importlib.import_module("vllm.third_party.flashmla.flash_mla_interface")
+    own, interface = (importlib.import_module(name) for name in ("flash_mla", "flash_mla.flash_mla_interface"))
+    vars(interface)["FlashMLASchedMeta"], vars(own)["get_mla_metadata"] = copy.FlashMLASchedMeta, copy.get_mla_metadata
+
+    def call(function: Any, *args: Any, **options: Any) -> Any:
+        known = inspect.signature(function).parameters
+        return function(*args, **{name: value for name, value in options.items() if name in known})
+
+    for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
+        vars(own)[name] = partial(call, getattr(copy, name))
 
 
 def make_pool(backend: ModuleType) -> Any:

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
+from cute_kernels.formats import MXFP8_V41, MXFP8_V41_SPLIT, NVFP4_V41
 from cute_kernels.sparse_mla import select
 from cute_kernels.sparse_mla.call import PagedCall
 from cute_kernels.sparse_mla.launch import PAGED
@@ -93,6 +94,21 @@ def test_all_entries_and_two_formats(launched: list[Any]) -> None:
     ((key, given),) = launched
     assert key == PortablePagedKey("sm_120a", 16, "all", BF16, FP8)
     assert given["topk_indices"].dtype == torch.int32
+
+
+def test_records_of_v41(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The portable kernel is the only one, on Hopper, too; of split pages there is none."""
+    own = {"swa_cache": MXFP8_V41.allocate(5, 64), "kv_format": MXFP8_V41.id}
+    own |= {"compressed_cache": NVFP4_V41.allocate(7, 32), "compressed_kv_format": NVFP4_V41.id}
+    for arch in ("sm_120a", "sm_90a", "sm_100a"):
+        monkeypatch.setattr(select, "arch_of", lambda index, arch=arch: arch)
+        given = run(**own)
+        key, placed = launched[-1]
+        assert key == PortablePagedKey(arch, 16, "listed", MXFP8_V41.id, NVFP4_V41.id)
+        assert placed["compressed_cache"] is given["compressed_cache"]
+    split = own | {"swa_cache": MXFP8_V41_SPLIT.allocate(5, 64), "kv_format": MXFP8_V41_SPLIT.id}
+    reason = PAGED.why_not(PagedCall(*arguments(**split).values()))
+    assert reason.startswith("split pages of V4.1's own records are supported on a CPU, got mxfp8_v41_split/1 and")
 
 
 def test_numbers_that_int32_cannot_hold(launched: list[Any]) -> None:

@@ -647,12 +647,7 @@ class MixedSwapAbKernel:
     def launch(self, args: MixedArgs) -> None:
         self.kernel.set_name_prefix(self.config.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         work_tiles = length(args.q, 0)
-        config, mma = self.config, ()
-        layouts = ()
-        if const_expr(ROLES[config.heads] is MANY):
-            # K Q^T, twice, as one will accumulate; V^T P
-            mma = tuple(wgmma.make_mma_of_registers(Float16, config.heads) for _ in range(3))
-            layouts = tuple(wgmma.swizzled(Float16, config.heads, columns) for columns in (HEAD_DIM, KEYS))
+        config = self.config
         kernel = self.kernel(
             args.query(),
             args.sources(),
@@ -660,8 +655,7 @@ class MixedSwapAbKernel:
             args.sink,
             args.scale_log2,
             work_tiles,
-            mma,
-            layouts,
+            *self.operands(),
         )
         kernel.launch(
             grid=[cutlass.min(args.ctas, work_tiles), 1, 1],
@@ -670,6 +664,26 @@ class MixedSwapAbKernel:
             stream=args.stream,
             use_pdl=True,
         )
+
+    def operands(self) -> tuple[Any, Any]:
+        """Of wgmma: K Q^T, twice, as one will accumulate, and V^T P; layouts of the queries and of P. Else nothing."""
+        heads = self.config.heads
+        if ROLES[heads] is FEW:
+            return (), ()
+        layouts = tuple(wgmma.swizzled(Float16, heads, columns) for columns in (HEAD_DIM, KEYS))
+        return tuple(wgmma.make_mma_of_registers(Float16, heads) for _ in range(3)), layouts
+
+    def qk(self, columns: ColumnSoftmax, q16: Any, mma: Any, layouts: Any) -> MmaSyncQk | WgmmaQk:
+        if ROLES[self.config.heads] is FEW:
+            return MmaSyncQk(columns)
+        return WgmmaQk(columns, wgmma.accumulators(mma[0], KEYS, self.config.heads), q16, mma[:2], layouts[0])
+
+    def pv(self, thread: Any, warp: Any, side: Any, mma: Any, layouts: Any) -> MmaSyncPv | WgmmaPv:
+        """side: the warpgroup's number among those of PV"""
+        if ROLES[self.config.heads] is FEW:
+            return MmaSyncPv(self.config, thread & 31, warp)
+        side = cute.arch.make_warp_uniform(side)
+        return WgmmaPv(self.config, thread, thread & 31, warp, side, mma[2], layouts[1])
 
     @cute.kernel
     def kernel(
@@ -680,8 +694,8 @@ class MixedSwapAbKernel:
         sink: Int64,
         scale_log2: Float32,
         work_tiles: Int32,
-        mma: tuple[cute.TiledMma, ...],
-        layouts: tuple[cute.ComposedLayout, ...],
+        mma: Any,
+        layouts: Any,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -714,20 +728,12 @@ class MixedSwapAbKernel:
                 lane=lane,
                 warp=cute.arch.make_warp_uniform(own >> 5),
             )
-            if const_expr(roles is FEW):
-                QkSoftmax(columns, MmaSyncQk(columns)).run()
-            else:
-                s = wgmma.accumulators(mma[0], KEYS, config.heads)
-                QkSoftmax(columns, WgmmaQk(columns, s, q16, mma[:2], layouts[0])).run()
+            QkSoftmax(columns, self.qk(columns, q16, mma, layouts)).run()
         elif group < 1 + roles.pv:
             cute.arch.setmaxregister_increase(roles.registers[1])
             warp = cute.arch.make_warp_uniform(own >> 5)
             scheduler = row_scheduler(work_tiles, ctas)
-            if const_expr(roles is FEW):
-                products = MmaSyncPv(config, lane, warp)
-            else:
-                side = cute.arch.make_warp_uniform(group - 1)
-                products = WgmmaPv(config, own, lane, warp, side, mma[2], layouts[1])
+            products = self.pv(own, warp, group - 1, mma, layouts)
             PvEpilogue(config, bars, smem, scheduler, q, out, lane, products).run()
         else:
             cute.arch.setmaxregister_decrease(roles.registers[2])

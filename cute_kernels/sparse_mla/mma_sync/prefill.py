@@ -61,7 +61,8 @@ from cute_kernels.dsl.entry import entry_point
 from cute_kernels.dsl.paging import Batch, matrix
 from cute_kernels.dsl.reduce import exchange_in_quad, over_quad
 from cute_kernels.dsl.tensor import address, length, stride_bytes
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_BF16, PLAIN_FP8
+from cute_kernels.formats import FORMATS as FORMATS_BY_ID
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, MXFP8_V41, NVFP4_V41, PLAIN_BF16, PLAIN_FP8, label_of
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_number
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.sparse_mla import kernel_args
@@ -91,7 +92,7 @@ from cute_kernels.sparse_mla.params import (
 
 # ---- config
 
-FORMATS = (PLAIN_BF16.id, FP8_DS_MLA.id, PLAIN_FP8.id)
+FORMATS = (PLAIN_BF16.id, FP8_DS_MLA.id, PLAIN_FP8.id, MXFP8_V41.id, NVFP4_V41.id)
 HEADS = (16, 32, 64)
 """Of a work tile, by kernel; more heads than the last make two work tiles of a row."""
 
@@ -123,8 +124,10 @@ def group_heads(heads: int) -> int:
 
 
 def row_bytes(kv_format: str) -> int:
-    """What is copied of a row, scales apart."""
-    return {PLAIN_BF16.id: 2 * HEAD_DIM, FP8_DS_MLA.id: FP8_DS_MLA.data_bytes, PLAIN_FP8.id: HEAD_DIM}[kv_format]
+    """What is copied of a row; the scales of fp8_ds_mla apart, those of V4.1's own records with their codes."""
+    if kv_format == FP8_DS_MLA.id:
+        return FP8_DS_MLA.data_bytes
+    return FORMATS_BY_ID[kv_format].page_bytes(1)
 
 
 @dataclass(frozen=True)
@@ -713,6 +716,24 @@ def convert_slabs(
             store_values(target, convert.bf16_pairs_of_e4m3(ptx.load_shared_128(codes), [one_scale()]))
             codes += SLAB
             target += config.slab_bytes
+    elif const_expr(kv_format == MXFP8_V41.id):
+        codes = raw + slab * SLAB + part * CHUNK
+        scale_at = raw + MXFP8_V41.data_bytes + slab * (SLAB // MXFP8_V41.quant_block) + (part >> 1)
+        for _ in cutlass.range(count, unroll=2):
+            store_values(target, scaled(ptx.load_shared_128(codes), ptx.load_shared_u8(scale_at)))
+            codes += SLAB
+            scale_at += SLAB // MXFP8_V41.quant_block
+            target += config.slab_bytes
+    elif const_expr(kv_format == NVFP4_V41.id):
+        codes = raw + slab * (SLAB // 2) + part * (CHUNK // 2)
+        scale_at = raw + NVFP4_V41.data_bytes + slab * (SLAB // NVFP4_V41.quant_block) + part
+        for _ in cutlass.range(count, unroll=2):
+            scale = convert.bf16x2_of_e4m3(ptx.load_shared_u8(scale_at))
+            values = [value for word in ptx.load_shared_64(codes) for value in convert.bf16_of_e2m1(word)]
+            store_values(target, [ptx.multiply_bf16x2(value, scale) for value in values])
+            codes += SLAB // 2
+            scale_at += SLAB // NVFP4_V41.quant_block
+            target += config.slab_bytes
     else:
         coded = cutlass.min(Int32(SLABS - 1) - slab, Int32(count))
         codes = raw + slab * SLAB + part * CHUNK
@@ -720,15 +741,21 @@ def convert_slabs(
         for i in cutlass.range(coded, unroll=2):
             number = slab + i
             byte = (low if number < 4 else high) >> ((number & 3) * 8) & 0xFF
-            least = cutlass.min(byte, Int32(convert.LARGEST_SINGLE_SCALE))
-            values = convert.bf16_pairs_of_e4m3(ptx.load_shared_128(codes), [convert.scale_pair(least, least)])
-            if byte > convert.LARGEST_SINGLE_SCALE:
-                values = [ptx.multiply_bf16x2(value, convert.excess_pair(byte, byte)) for value in values]
-            store_values(target, values)
+            store_values(target, scaled(ptx.load_shared_128(codes), byte))
             codes += SLAB
             target += config.slab_bytes
         if coded < count:
             move_slabs(raw + (SLABS - 1) * SLAB + part * (2 * CHUNK), target, 1, config)
+
+
+@cute.jit
+def scaled(codes: Any, byte: Any) -> Any:
+    """16 e4m3 codes as bf16 pairs, with the scale of that ue8m0 byte."""
+    least = cutlass.min(byte, Int32(convert.LARGEST_SINGLE_SCALE))
+    values = convert.bf16_pairs_of_e4m3(codes, [convert.scale_pair(least, least)])
+    if byte > convert.LARGEST_SINGLE_SCALE:
+        values = [ptx.multiply_bf16x2(value, convert.excess_pair(byte, byte)) for value in values]
+    return values
 
 
 @cute.jit
@@ -1144,8 +1171,8 @@ class PortablePagedKey(PortableKey):
     """What distinguishes one compiled kernel from another.
 
     compressed   the compressed entries that count: "none", "all" that a row sees, or "listed"
-    format0      record format id of the window's cache: fp8_ds_mla/1 or plain_bf16/1
-    format1      of the compressed cache; format0 if there is none
+    format0      record format id of the window's cache: fp8_ds_mla/1, plain_bf16/1 or mxfp8_v41/1
+    format1      of the compressed cache, which may be nvfp4_v41/1 too; format0 if there is none
     """
 
     kernel_name: ClassVar[str] = "sparse_mla.mma_sync.prefill_paged"
@@ -1165,13 +1192,13 @@ class PortablePagedKey(PortableKey):
         def cache(kv_format: str) -> Any:
             if kv_format == PLAIN_BF16.id:
                 return kernel_args.fake_cache(BFloat16)
-            return kernel_args.fake_cache(Uint8, FP8_DS_MLA.row_elements)
+            return kernel_args.fake_cache(Uint8, FORMATS_BY_ID[kv_format].row_elements)
 
         rows, table = kernel_args.fake_rows, kernel_args.fake_table
         tensors = (rows(), cache(self.format0), table(), cache(self.format1), table(), table())
         scalars = (Int64(0), Int64(0), Int32(0), Int32(1), Int32(1), Int64(0), Float32(0), Int32(1))
         results = (rows(), fake_logs(2), fake_logs(2))
-        names = "_".join("fp8" if kv_format == FP8_DS_MLA.id else "bf16" for kv_format in self.formats)
+        names = "_".join("bf16" if fmt == PLAIN_BF16.id else label_of(fmt) for fmt in self.formats)
         name = f"sparse_mla_prefill_paged_{self.compressed}_{names}"
         kernel = PrefillKernel(self.config, PagedRows(self.formats, self.compressed), name)
         return entry_point(kernel.launch, PagedArgs._make((*tensors, *results, *scalars, kernel_args.fake_stream())))
