@@ -209,7 +209,7 @@ def check_chain(engine: Engine, batch: Batch) -> dict[str, float]:
     The engine's top-k writes its picks in changing order, attention sums them up in that order, and from the second
     layer with an indexer on other entries are picked: so the engine is apart from itself, but if it is given the picks
     of its own first run it is not. With these picks ours is compared with it, and with what an input makes of which
-    every number is the next bfloat16."""
+    every number is its neighbour in bfloat16."""
     metadata, positions = engine.build(batch)
     hidden, start = _hidden(engine, batch.rows), snapshot(engine.sides)
 
