@@ -565,7 +565,7 @@ class QkSoftmax:
         if self.thread == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.warps * 32 * HELD * 4)
         if warp < self.config.warps:
-            target = ptx.map_shared(self.smem.s_partial + buffer * S_PARTIAL_BYTES + self.thread * 16, self.rank ^ 1)
+            target = ptx.map_shared(self.smem.s_partial + buffer * S_PARTIAL_BYTES + pv_thread() * 16, self.rank ^ 1)
             counter = ptx.map_shared(barrier.toint(), self.rank ^ 1)
             for i in range_constexpr(HELD // 4):
                 words = []
@@ -607,8 +607,8 @@ class QkSoftmax:
                 row_sum = over_quad(row_sum, operator.add)
                 out_scale = out_scale_of(row_sum, row_max, logit, self.sink)
             counter = ptx.map_shared(full.toint(), rank ^ 1)
-            own_at = smem.s_partial + (tile & PING_PONG - 1) * S_PARTIAL_BYTES + thread * 16
-            other_at = ptx.map_shared(smem.p + stage * P_BYTES + thread * 16, rank ^ 1)
+            own_at = smem.s_partial + (tile & PING_PONG - 1) * S_PARTIAL_BYTES + pv_thread() * 16
+            other_at = ptx.map_shared(smem.p + stage * P_BYTES + pv_thread() * 16, rank ^ 1)
             for i in range_constexpr(2):
                 words = [ptx.bf16x2(scores[8 * i + 2 * j], scores[8 * i + 2 * j + 1]) for j in range(4)]
                 ptx.store_remote_128(other_at + i * WORDS_BYTES, words, counter)
@@ -640,7 +640,7 @@ class QkSoftmax:
         buffer, phase = barriers.place(tile, PING_PONG)
         ptx.wait_mbarrier((self.bars.s_partial + buffer).toint(), phase)
         for i in range_constexpr(HELD // 4):
-            words_at = self.smem.s_partial + buffer * S_PARTIAL_BYTES + self.thread * 16 + i * WORDS_BYTES
+            words_at = self.smem.s_partial + buffer * S_PARTIAL_BYTES + pv_thread() * 16 + i * WORDS_BYTES
             words = ptx.load_shared_128(words_at)
             for j in range_constexpr(4):
                 scores[4 * i + j] = (scores[4 * i + j] + words[j].bitcast(Float32)) * scale
