@@ -31,8 +31,8 @@ def test_a_dequantizer_releases_what_it_has_loaded() -> None:
 
 @pytest.mark.parametrize("second", ["none", "listed"])
 def test_lists_are_read_ahead_of_the_wait_for_the_kernel_ahead(second: str) -> None:
-    """constant_lists: indices of the first two tiles are, and lengths; each index of an extra list, which may not be
-    constant, behind a wait of its own. Rows are copied behind the wait, and all other roles begin behind one."""
+    """constant_lists: the first tile's index is, and lengths; one of an extra list, which may not be constant, behind a
+    wait of its own. All else that the producer reads is behind the wait, and all other roles begin behind one."""
     report = compile_report(DecodeKey("sm_90a", 64, second, False))
     pattern = r"griddepcontrol\.wait|cp\.async\.bulk\.shared|ld\.relaxed\.gpu\S*\.b32"
     head, *_, producer = report.in_ptx.ask(parts, r"setmaxnreg", pattern)
@@ -41,7 +41,7 @@ def test_lists_are_read_ahead_of_the_wait_for_the_kernel_ahead(second: str) -> N
     index = next(found for found in producer if found != wait)
     assert index.startswith("ld")
     first = [index] if second == "none" else [wait, index]
-    assert producer == [*first, *first, wait, copy]
+    assert producer == [*first, wait, index, copy]
 
 
 def test_registers_are_those_of_the_launch() -> None:

@@ -167,8 +167,11 @@ class Producer:
         self.copy_lengths_async(scheduler.begin())
         self.enter(scheduler.begin(), Int32(0))
         self.copy_lengths_async(scheduler.after(scheduler.begin()))
-        self.wait_for_index()
+        if const_expr(self.config.second != "none"):
+            self.wait_for_index()
         index = self.load_index()
+        # rows may be the kernel ahead's
+        cute.arch.griddepcontrol_wait()
         number, ends = Int32(0), Int32(0)
         while ends < PING_PONG:
             tile, end, tiles0, work_tile = ptx.load_shared_128(self.cursor)
@@ -190,8 +193,6 @@ class Producer:
                 ptx.store_shared_s32(self.cursor, tile + 1)
                 cute.arch.sync_warp()
             is_valid, source = self.resolve_row(index, tile, tiles0)
-            if number == 0:
-                self.wait_for_index()
             # on its way while rows are copied; into the register just served, as a move would wait for it
             index = self.load_index()
             header = flags | heads << HEADS_BIT, work_tile, low, high
@@ -203,10 +204,9 @@ class Producer:
     @cute.jit
     def wait_for_index(self) -> None:
         """Wait for the kernel ahead, unless the next tile's list is a constant one."""
-        if const_expr(self.config.second != "none"):
-            tile, _, tiles0, _ = ptx.load_shared_128(self.cursor)
-            if self.constant_lists < 2 and tile >= tiles0:
-                cute.arch.griddepcontrol_wait()
+        tile, _, tiles0, _ = ptx.load_shared_128(self.cursor)
+        if self.constant_lists < 2 and tile >= tiles0:
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def enter(self, work_tile: Any, odd: Any) -> None:
@@ -356,9 +356,6 @@ class Producer:
             if warp == 0:
                 ptx.store_shared_128(header_at, header)
             cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(valid) * row_bytes)
-        if number == 0:
-            # rows may be the kernel ahead's
-            cute.arch.griddepcontrol_wait()
         if const_expr(self.config.has_two_formats):
             if is_first:
                 self.copy_share_async(parts[0], is_valid, source, stage, key, row_bytes, full)
