@@ -895,7 +895,6 @@ class DecodeSwapAbKernel:
         layouts: tuple[cute.ComposedLayout, cute.ComposedLayout, cute.ComposedLayout],
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        ctas, _, _ = cute.arch.grid_dim()
         group = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
         config, allocator = self.config, SmemAllocator()
         smem, own_smem = allocate(allocator, config)
@@ -926,9 +925,10 @@ class DecodeSwapAbKernel:
             cute.arch.griddepcontrol_launch_dependents()
         v_layout, q_layout, p_layout = layouts
         work_tiles = rows * self.key.ctas
-        scheduler = PrefillScheduler(first, work_tiles, ctas, Int32(self.key.ctas.bit_length() - 1))
+        split_log2 = Int32(self.key.ctas.bit_length() - 1)
         if group < PV:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
+            scheduler = PrefillScheduler(first, work_tiles, cute.arch.grid_dim()[0], split_log2)
             softmax = swap_ab.ColumnSoftmax(
                 config=config,
                 bars=bars,
@@ -946,12 +946,13 @@ class DecodeSwapAbKernel:
             DequantQkSoftmax(self.key.formats, self.key.ctas, bars, own_smem, softmax, mma[:2], q_layout, group).run()
         elif group < PRODUCER:
             cute.arch.setmaxregister_increase(PV_REGISTERS)
+            scheduler = PrefillScheduler(first, work_tiles, cute.arch.grid_dim()[0], split_log2)
             queries = QueryCopies(config, bars, smem, scheduler, q, lane, warp)
             PvEpilogue(config, bars, smem, queries, combination, out, own, mma[2], (p_layout, v_layout)).run()
         else:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             cursor = own_smem.cursor + warp * CURSOR
-            tiles = TileScheduler(first, work_tiles, ctas, one_divisor, splits, tokens, Int32(0))
+            tiles = TileScheduler(first, work_tiles, cute.arch.grid_dim()[0], one_divisor, splits, tokens, Int32(0))
             Producer(self.key, bars, own_smem, Int32(0), tiles, query, sources, own, cursor, constant_lists).run()
         # no producer thread leaves before its last copies are there, which dequantizers wait for
         cute.arch.sync_threads()
