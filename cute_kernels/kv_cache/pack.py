@@ -385,7 +385,7 @@ def vector_of(records: Any, cache: Any, kv_format: str) -> int:
     page_stride = cache.stride(0) * cache.element_size() if cache.shape[0] > 1 else 0
     both = math.gcd(VECTORS[0], data, records.data_ptr(), cache.data_ptr(), page_stride)
     # rows one behind the other are vectors whatever records they cut
-    is_dense = row_stride in (0, data + scales)
+    is_dense = records.shape[0] <= 1 or row_stride == data + scales
     return both if is_dense and both == VECTORS[0] else math.gcd(both, scales, row_stride)
 
 

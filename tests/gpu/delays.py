@@ -24,6 +24,7 @@ from tests.gpu.decode_cases import make
 
 KERNELS: dict[str, tuple[str, ...]] = {
     "decode.DecodeKey": ("sparse_mla_decode",),
+    "decode_swap_ab.DecodeSwapAbKey": ("sparse_mla_decode",),
     "prefill.PrefillKey": ("sparse_mla_prefill",),
     "prefill.QuantPrefillKey": ("sparse_mla_prefill",),
     "prefill.NormQuantPrefillKey": ("sparse_mla_prefill",),

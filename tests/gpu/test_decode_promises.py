@@ -185,6 +185,8 @@ LISTS = ("indices", "length", "extra_indices", "extra_length", "table", "visible
     [
         {"b": 3, "heads": 64},
         {"b": 5, "heads": 8},
+        {"b": 40, "heads": 8},
+        {"b": 150, "heads": 16},
         {"b": 150, "heads": 64, "extra_topk": 1500, "num_splits": 1},
         {"b": 150, "heads": 64, "extra_topk": 1500, "num_splits": 2},
     ],

@@ -85,6 +85,19 @@ def test_views() -> None:
     assert (wide == 7).all()
 
 
+@pytest.mark.parametrize(("kv_format", "apart"), [("fp8_ds_mla/1", 8), ("indexer_fp8/1", 4), ("plain_fp8/1", 16)])
+def test_vectors_cut_records_of_neighbouring_rows_alone(kv_format: str, apart: int) -> None:
+    """One row for all slots is not as long as they are. apart: bytes of a vector that cuts no record"""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from cute_kernels.kv_cache.pack import vector_of
+
+    size, cache = SIZES[kv_format], formats.RECORD_FORMATS[kv_format].allocate(1, 16)
+    memory = torch.empty(9 * 1024 + 16, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 16 :]
+    for rows, stride, vector in ((9, size, 16), (9, 0, apart), (9, 1024, apart), (1, 0, 16), (1, 1024, 16)):
+        assert vector_of(memory.as_strided((rows, size), (stride, 1)), cache, kv_format) == vector
+
+
 def test_empty_calls() -> None:
     fmt, none = formats.INDEXER_FP8, torch.empty(0, dtype=torch.int64)
     pool = random_pool(fmt, 4)
