@@ -170,8 +170,9 @@ class Producer:
         if const_expr(self.config.second != "none"):
             self.wait_for_index()
         index = self.load_index()
-        # rows may be the kernel ahead's
-        cute.arch.griddepcontrol_wait()
+        if const_expr(not self.config.has_two_formats):
+            # rows may be the kernel ahead's
+            cute.arch.griddepcontrol_wait()
         number, ends = Int32(0), Int32(0)
         while ends < PING_PONG:
             tile, end, tiles0, work_tile = ptx.load_shared_128(self.cursor)
@@ -193,6 +194,9 @@ class Producer:
                 ptx.store_shared_s32(self.cursor, tile + 1)
                 cute.arch.sync_warp()
             is_valid, source = self.resolve_row(index, tile, tiles0)
+            if const_expr(self.config.has_two_formats):
+                if number == 0:
+                    self.wait_for_index()
             # on its way while rows are copied; into the register just served, as a move would wait for it
             index = self.load_index()
             header = flags | heads << HEADS_BIT, work_tile, low, high
@@ -357,6 +361,9 @@ class Producer:
                 ptx.store_shared_128(header_at, header)
             cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(valid) * row_bytes)
         if const_expr(self.config.has_two_formats):
+            if number == 0:
+                # Not ahead of the loop: the compiler would keep more in registers than there are.
+                cute.arch.griddepcontrol_wait()
             if is_first:
                 self.copy_share_async(parts[0], is_valid, source, stage, key, row_bytes, full)
             else:
