@@ -194,7 +194,7 @@ class Producer:
                 ptx.store_shared_s32(self.cursor, tile + 1)
                 cute.arch.sync_warp()
             is_valid, source = self.resolve_row(index, tile, tiles0)
-            if const_expr(self.config.has_two_formats):
+            if const_expr(self.config.has_two_formats):  # noqa: SIM102
                 if number == 0:
                     self.wait_for_index()
             # on its way while rows are copied; into the register just served, as a move would wait for it
