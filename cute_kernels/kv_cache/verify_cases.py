@@ -241,7 +241,7 @@ def _packed(is_unpack: bool) -> Iterator[Example]:
     """pack_records(cache, slots, kv_format, out, use_pdl) or unpack_records(records, cache, slots, kv_format,
     use_pdl)"""
     for fmt in formats.RECORD_FORMATS.values():
-        long = ((0, 64, 0), (1, 64, 64), (1029, 64, 0)) if fmt is FP8_DS_MLA else ()
+        long = ((0, 64, 0), (1, 64, 64), (1029, 64, 0)) if fmt is FP8_DS_MLA else ((52, 64, 0),)
         for rows, block_size, extra in (*long, (39, 3, 16)):
             blocks = -(-rows // block_size) + 2
             size = fmt.dtype.itemsize
