@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -239,10 +240,16 @@ def _dequantized(tensors: Tensors, linear: str) -> torch.Tensor:
 
 
 def is_usable(name: str, tensor: torch.Tensor) -> bool:
-    """No NaN; infinite only where that means something: a sink that takes nothing or everything."""
+    """No NaN; infinite only where that means something: a sink that takes nothing or everything. Dtypes that no layer
+    takes are refused for what they are."""
+    if tensor.numel() == 0:
+        return True
     if tensor.dtype == torch.float8_e4m3fn:
-        return not bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any())
-    return not bool(tensor.isnan().any()) if name == "attn_sink" else bool(tensor.isfinite().all())
+        return int((tensor.view(torch.uint8) & 0x7F).max()) < 0x7F
+    if tensor.dtype not in FLOATS:
+        return True
+    least, most = (float(end) for end in torch.aminmax(tensor))  # NaN if any number is
+    return not math.isnan(least) if name == "attn_sink" else math.isfinite(least) and math.isfinite(most)
 
 
 def overflows(name: str, tensor: torch.Tensor) -> bool:
