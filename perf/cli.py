@@ -738,7 +738,7 @@ def measure_parallel(options: argparse.Namespace) -> int:
     record = parallel.measure(options.gpus, options.only, options.replays)
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
-    differ = [cell["form"] for cell in record["cells"] if not cell["same_bits"]]
+    differ = [cell["form"] for cell in record["cells"] if cell["same_bits"] is False]
     if differ:
         print(f"{PROGRAM} parallel: ranks have other bits in {', '.join(differ)}", file=sys.stderr)
     return 1 if differ else 0
