@@ -16,8 +16,9 @@ import torch
 
 from cute_kernels.linear import select
 from cute_kernels.linear.blackwell.gemm import ROWS, BlackwellGemmKey, BlackwellPairGemmKey
-from cute_kernels.linear.call import Bf16GemmCall, EinsumCall, Fp8GemmCall, SquaresCall
+from cute_kernels.linear.call import Bf16GemmCall, DualGemmCall, EinsumCall, Fp8GemmCall, SquaresCall
 from cute_kernels.linear.hopper.gemm import SCALE_BLOCK, GemmKey
+from cute_kernels.linear.hopper.gemm_dual import DualGemmKey
 from cute_kernels.linear.hopper.gemm_swap_ab import SwapAbKey
 from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
 from cute_kernels.linear.params import CHUNK
@@ -348,3 +349,37 @@ def launch_bf16(call: Bf16GemmCall) -> None:
 
 
 BF16_GEMM = OpKernel(launch_bf16, why_not_bf16, bf16_keys)
+
+
+# ---- fp8_bf16_gemm
+
+
+def dual_keys(config: ModelConfig, tp: int, arch: str) -> list[DualGemmKey]:
+    """One takes every call."""
+    return [DualGemmKey(arch)] if arch == HOPPER else []
+
+
+def why_not_dual(call: DualGemmCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    arch = arch_of(call.out.device.index)
+    if arch != HOPPER:
+        return f"there is a kernel on {HOPPER} only, this is {arch}"
+    for name, result in (("out", call.out), ("x_out", call.x_out)):
+        if not is_aligned(result):
+            where = f"address {result.data_ptr():#x} and strides {tuple(result.stride())}"
+            return f"{name} must be 16-byte aligned row by row, got {where}"
+    first = misfit(("a", call.a), ("weight", call.weight), call.out)
+    return first or misfit(("x", call.x), ("x_weight", call.x_weight), call.x_out)
+
+
+def launch_dual(call: DualGemmCall) -> None:
+    """Run the kernel on the current stream of out's device."""
+    if call.out.shape[0] == 0:
+        return
+    rows = call.a.unsqueeze(1), call.a_scale.unsqueeze(1)
+    weight = call.weight.unsqueeze(0), call.weight_scale.unsqueeze(0)
+    bf16 = call.x.unsqueeze(1), call.x_weight.unsqueeze(0), call.x_out.unsqueeze(1)
+    launch_key(DualGemmKey(HOPPER), call.out.device.index, *rows, *weight, call.out.unsqueeze(1), *bf16, call.use_pdl)
+
+
+DUAL_GEMM = OpKernel(launch_dual, why_not_dual, dual_keys)
