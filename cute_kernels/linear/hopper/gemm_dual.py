@@ -49,7 +49,7 @@ class DualGemmKey(KernelKey):
     tuning: ClassVar[tuple[str, ...]] = ("stages", "depth", "bf16_depth")
     stages: int = 6
     depth: int = 1
-    bf16_depth: int = 2
+    bf16_depth: int = 4
     splits: int = 4
 
     @property
