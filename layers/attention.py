@@ -61,9 +61,8 @@ queries where there is an indexer; without one only beyond. Else its CTAs take w
 the queries' product loses more than is hidden (perf/log/layer.md)."""
 
 DUAL_ROWS = range(33, MOST_OWN_ROWS + 1)
-"""Of so many rows both products of the hidden states are one launch. Beside each other on two streams they take a
-small layer longer: behind an event a kernel starts when that has come, and not while the kernel before ends
-(perf/log/layer.md)."""
+"""Of so many rows both products of the hidden states are one launch. On two streams a layer takes longer: behind an
+event a kernel starts when that has come, and not while the kernel before ends (perf/log/layer.md)."""
 
 ONE_LAUNCH_MAX_TOKENS = 512
 """Up to this many rows the kernels between the GEMMs and the scores, or attention, of a layer with a compressor are one

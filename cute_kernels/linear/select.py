@@ -158,7 +158,7 @@ are to be the same with and without sums of squares."""
 
 CO_RESIDENT = {
     tile.key: replace(tile.key, stages=stages, depth=depth)
-    for tile, stages, depth in ((TILES[0], 8, 2), (TILES[1], 6, 1), (SPLIT_TILES[0], 6, 2), (SPLIT_TILES[1], 6, 2))
+    for tile, stages, depth in ((TILES[0], 8, 2), (TILES[1], 6, 2), (SPLIT_TILES[0], 6, 2), (SPLIT_TILES[1], 6, 2))
 }
 """The same work tiles by CTAs of which two share a multiprocessor and its registers, so that the next kernel's begin
 beside this one's. Of up to 64 rows: with more, fewer stages bring the operands more slowly than that gains."""
