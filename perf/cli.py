@@ -48,6 +48,7 @@ MODULES = {
     "cp_gather_indexer_k_quant_cache": "perf.indexer",
     "deepseek_v4_fp8_einsum": "perf.einsum",
     "dequantize_and_gather_k_cache": "perf.kv_cache",
+    "fp8_bf16_gemm": "perf.gemm",
     "fp8_gemm": "perf.gemm",
     "fp8_gemm_squares": "perf.gemm",
     "fused_compress_norm_rope_store": "perf.compressor_entries",
