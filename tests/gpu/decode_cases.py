@@ -32,8 +32,8 @@ MOST_ROWS = 1 << 18
 """Cache rows held as float64 at a time: 1 GiB."""
 
 LARGEST = 0.5
-"""No value in a pool is larger. Rounding P to bf16 moves an output by 2^-9 of the mean magnitude of what it sums up at
-most, so `assert_near` allows all that rounding can do, also where sums cancel."""
+"""No value in a pool is larger. Rounding P to bf16 moves an output by 2^-8 of the mean magnitude of what it sums up at
+most, and hardly ever by more than half of that, which `assert_near` allows by default, also where sums cancel."""
 
 
 def generator(seed: int) -> torch.Generator:
