@@ -70,6 +70,7 @@ from cute_kernels.sparse_mla.hopper.decode_smem import (
     SLAB,
     SLAB_BYTES,
     SLAB_ROW_BYTES,
+    STAGE_BIT,
     WARP_KEYS,
     WORDS_BYTES,
     RecordPart,
@@ -108,10 +109,14 @@ WHOLE = {
         PITCH, PITCH, 0, None, FP8_DS_MLA.scale_bytes, FP8_DS_MLA.scale_bytes, PITCH, STAGE_BYTES
     ),
     MXFP8_V41.id: RecordPart(528, 528, 0, MXFP8_V41.data_bytes, 528, 0, PITCH, STAGE_BYTES),
-    NVFP4_V41.id: RecordPart(288, 288, 0, NVFP4_V41.data_bytes, 288, 0, 288, STAGE_BYTES),
+    NVFP4_V41.id: RecordPart(288, 288, 0, NVFP4_V41.data_bytes, 288, 0, 288, STAGE_BYTES, pieces=1),
 }
 """Records by format, as a CTA has the whole of them. Loads of rows meet in no bank: of PITCH, 16 bytes of two rows at a
-time; of 288 bytes, 8 of four."""
+time; of 288 bytes, 8 of four. A stage has room for half a tile, or for all of one in NVFP4: so four of these are on
+their way at once, with two of which a tile would take 1900 cycles, whatever else there is to do."""
+
+ROUND_LOG2 = (HEADERS // PING_PONG).bit_length() - 1
+"""Of a softmax warpgroup's tiles, from one header to the same one again."""
 
 PV, PRODUCER, WARPGROUPS = 2, 3, 4
 THREADS = WARPGROUPS * 128
@@ -165,7 +170,7 @@ def smem_parts(config: swap_ab.SwapAbConfig) -> dict[str, int]:
     return shared | {f"own_{name}": size for name, size in Own()._asdict().items()}
 
 
-BARRIERS = 2 * (swap_ab.P_STAGES + FP8_STAGES) + 4 * PING_PONG
+BARRIERS = 2 * swap_ab.P_STAGES + FP8_STAGES + HEADERS + 4 * PING_PONG
 
 
 def smem_bytes(config: swap_ab.SwapAbConfig) -> int:
@@ -185,12 +190,31 @@ def allocate(allocator: SmemAllocator, config: swap_ab.SwapAbConfig) -> tuple[sw
 
 
 @dataclass(frozen=True)
-class Bars:
-    """A CTA's mbarriers: the table at the head. kv: empty, row_max: full, of each softmax warpgroup's tiles; q: of even
-    and of odd work tiles, since a softmax warpgroup may see every second one alone; combined: full, of what the other
-    CTAs of a row know of their splits, and of their parts of O."""
+class EmptyStages:
+    """The mbarriers of a ring that are about its stages: which tiles are there, others say."""
 
-    fp8: barriers.Ring
+    first: Any
+    stages: int
+
+    def place(self, piece: Any) -> tuple[Any, Any]:
+        """(stage, phase) of what goes round as that piece, counted from 0."""
+        return barriers.place(piece, self.stages)
+
+    def empty(self, stage: Any) -> Any:
+        return self.first + stage
+
+    def wait_empty(self, stage: Any, phase: Any) -> None:
+        ptx.wait_mbarrier(self.empty(stage).toint(), phase ^ 1)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A CTA's mbarriers: the table at the head. tile: full, of as many tiles as there are headers; kv: empty, row_max:
+    full, of each softmax warpgroup's tiles; q: of even and of odd work tiles, since a softmax warpgroup may see every
+    second one alone; combined: full, of what the other CTAs of a row know of their splits, and of their parts of O."""
+
+    fp8: EmptyStages
+    tile: Any
     p: barriers.Ring
     kv: Any
     row_max: Any
@@ -199,13 +223,19 @@ class Bars:
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Bars:
-        rings = (barriers.Ring.allocate(smem, stages) for stages in (FP8_STAGES, swap_ab.P_STAGES))
-        return cls(*rings, *(smem.allocate_array(Int64, PING_PONG) for _ in range(4)))
+        fp8 = EmptyStages(smem.allocate_array(Int64, FP8_STAGES), FP8_STAGES)
+        tile, p = smem.allocate_array(Int64, HEADERS), barriers.Ring.allocate(smem, swap_ab.P_STAGES)
+        return cls(fp8, tile, p, *(smem.allocate_array(Int64, PING_PONG) for _ in range(4)))
+
+    def filled(self, number: Any, stage: Any) -> Any:
+        """What completes when all of the tile of that number is there, whatever its stages."""
+        return self.tile + (number & HEADERS - 1)
 
     def initialize(self) -> None:
         """By one thread; the CTA, or the cluster, synchronizes afterwards."""
-        # of each producer warp that has keys in it one thread, and the threads that have keys' scales
-        self.fp8.initialize(2 + FP8_KEYS, 4)
+        barriers.initialize(self.fp8.first, FP8_STAGES, 4)
+        # of each producer warp one thread, and the threads that have keys' scales
+        barriers.initialize(self.tile, HEADERS, 4 + KEYS)
         self.p.initialize(4, 4)
         for of_tiles in (self.kv, self.row_max):
             barriers.initialize(of_tiles, PING_PONG, 4)
@@ -294,9 +324,9 @@ class DequantQkSoftmax:
         work_tile, number, q_at = scheduler.first - scheduler.step, Int32(-1), softmax.smem.q
         turn, flags = Int32(0), Int32(0)
         while flags & END == 0:
-            for piece in range_constexpr(2):
-                bars.fp8.wait_full(2 * self.warpgroup + piece, turn & 1)
-            header_at = own.header + (2 * turn + self.warpgroup & HEADERS - 1) * HEADER
+            slot = 2 * turn + self.warpgroup & HEADERS - 1
+            ptx.wait_mbarrier((bars.tile + slot).toint(), turn >> ROUND_LOG2 & 1)
+            header_at = own.header + slot * HEADER
             flags, found, _, _ = ptx.load_shared_128(header_at)
             skipped = ptx.load_shared_s32(header_at + 16 + warp * 4)
             if flags & END == 0:
@@ -318,12 +348,15 @@ class DequantQkSoftmax:
                 is_extra = False
                 if const_expr(self.formats[0] != self.formats[1]):
                     is_extra = flags & EXTRA != 0
+                stage = 2 * self.warpgroup
+                if const_expr(WHOLE[self.formats[0]].pieces != WHOLE[self.formats[1]].pieces):
+                    stage = flags >> STAGE_BIT & FP8_STAGES - 1
                 if is_extra:
-                    self.multiply(self.formats[1], s, k_parts, part, q_at, turn, skipped)
+                    self.multiply(self.formats[1], s, k_parts, part, q_at, turn, stage, skipped)
                     if const_expr(self.formats[1] == NVFP4_V41.id):
                         tile_scale, shift = scale * Float32(2.0**E2M1_SHIFT), Float32(E2M1_SHIFT)
                 else:
-                    self.multiply(self.formats[0], s, k_parts, part, q_at, turn, skipped)
+                    self.multiply(self.formats[0], s, k_parts, part, q_at, turn, stage, skipped)
                 valid = ~skipped
                 softmax.take_scores(s, scores, (valid & 0xFF, valid >> 8 & 0xFF))
                 row_max, row_sum = self.give_p(
@@ -335,16 +368,25 @@ class DequantQkSoftmax:
 
     @cute.jit
     def multiply(
-        self, kv_format: cutlass.Constexpr, s: Any, k_parts: Any, part: Any, q_at: Any, turn: Any, skipped: Any
+        self,
+        kv_format: cutlass.Constexpr,
+        s: Any,
+        k_parts: Any,
+        part: Any,
+        q_at: Any,
+        turn: Any,
+        stage: Any,
+        skipped: Any,
     ) -> None:
-        """s = K Q^T of a tile, which the KV ring has then."""
+        """s = K Q^T of a tile, which the KV ring has then. stage: its first one of the raw ring"""
         softmax, record = self.softmax, const_expr(WHOLE[kv_format])
         lane, warp, warpgroup_number = softmax.lane, softmax.warp, self.warpgroup
         quad, member = lane >> 2, lane & 3
-        # stages, and keys of them, are next to each other
-        key = (2 * warpgroup_number + (warp >> 1)) * FP8_KEYS + (warp & 1) * WARP_KEYS + quad
-        stage_at = self.own.fp8 + (2 * warpgroup_number + (warp >> 1)) * STAGE_BYTES
-        row_at = stage_at + ((warp & 1) * WARP_KEYS + quad) * record.pitch
+        own_stage, row = stage, warp * WARP_KEYS + quad
+        if const_expr(record.pieces > 1):
+            own_stage, row = stage + (warp >> 1) & FP8_STAGES - 1, (warp & 1) * WARP_KEYS + quad
+        key = own_stage * FP8_KEYS + row
+        row_at = self.own.fp8 + own_stage * STAGE_BYTES + row * record.pitch
         rows = [row_at + half * 8 * record.pitch for half in range(2)]
         scales_at = [self.own.scale + (key + 8 * half) * FP8_DS_MLA.scale_bytes for half in range(2)]
         words = [self.load_scales(kv_format, rows[half], scales_at[half]) for half in range(2)]
@@ -377,7 +419,7 @@ class DequantQkSoftmax:
                 at = (target ^ (32 * step)) + slab * SLAB_BYTES
                 ptx.store_matrices(at, [held[4 * step + j] for j in range(4)])
             if const_expr(i == RELEASED):
-                self.release()
+                self.release(stage, record.pieces)
             warpgroup.fence()
             for step in range_constexpr(SLAB_STEPS):
                 chosen = self.mma[0] if const_expr(i + step == 0) else self.mma[1]
@@ -451,12 +493,12 @@ class DequantQkSoftmax:
         return pairs
 
     @cute.jit
-    def release(self) -> None:
-        """The producer may overwrite what the warp has loaded."""
+    def release(self, stage: Any, pieces: cutlass.Constexpr) -> None:
+        """The producer may overwrite what the warp has loaded, of so many stages from that one on."""
         cute.arch.sync_warp()
         if self.softmax.lane == 0:
-            for piece in range_constexpr(2):
-                cute.arch.mbarrier_arrive(self.bars.fp8.empty(2 * self.warpgroup + piece))
+            for piece in range_constexpr(pieces):
+                cute.arch.mbarrier_arrive(self.bars.fp8.empty(stage + piece & FP8_STAGES - 1))
 
     # ---- softmax
 
