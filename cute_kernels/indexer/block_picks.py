@@ -34,7 +34,6 @@ from cute_kernels.indexer import topk_select
 from cute_kernels.indexer.call import SelectBlocksCall
 from cute_kernels.indexer.chunks import (
     CANDIDATE_BLOCK,
-    LISTED,
     LONG_BLOCKS,
     MARKED,
     block_marks_at,
@@ -47,11 +46,14 @@ from cute_kernels.indexer.topk_slots import Slots
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 
+LISTED = 8192
+"""Blocks of a row that a list holds."""
+
 ARCHS = ("sm_90a",)
 """Where these kernels take calls with long rows."""
 
-VALUES, BLOCKS, COUNT = 0, LISTED, 2 * LISTED
-"""First words, in a row's workspace, of the listed blocks' maxima and numbers, and of the row's blocks and bound."""
+BOUND = 0
+"""Word of a row's workspace that has its bound."""
 
 # ---- what the kernels share
 
@@ -77,12 +79,15 @@ class Rows(NamedTuple):
     marks: Int32
     selected: Int32
 
+    def length_of(self, row: Any) -> Any:
+        """Address of a row's length."""
+        request, token = divmod(row, self.tokens)
+        return self.lengths + Int64(request) * self.lengths_request + Int64(token) * self.lengths_token
+
     @cute.jit
     def load_length(self, row: Any) -> tuple[Any, Any]:
         """Scores that a row has, and blocks."""
-        request, token = divmod(row, self.tokens)
-        place = self.lengths + Int64(request) * self.lengths_request + Int64(token) * self.lengths_token
-        size = ptx.load_global_s32_in_order(place, is_shared=True)
+        size = ptx.load_global_s32_in_order(self.length_of(row), is_shared=True)
         size = cutlass.min(cutlass.max(size, Int32(0)), self.columns)
         return size, (size + (CANDIDATE_BLOCK - 1)) // CANDIDATE_BLOCK
 
@@ -123,8 +128,15 @@ than it may be in none of a billion."""
 SLACK = 4
 """The bound is one that up to a 2^SLACK-th more of the sample reach than have to."""
 
-STEPS = 32
-"""Of the bisection: bits of an order."""
+HELD_ORDERS = SAMPLE // BOUND_THREADS
+"""Of a thread."""
+
+STEPS = 20
+"""Of the search, each of which leaves a quarter of the orders; the last ones of those that it begins with."""
+
+RANGES = 8 * STEPS
+BOUND_BYTES = RANGES + 8 * BOUND_THREADS // 32
+"""Shared memory: counts of each step, zero at first; then extremes of each warp."""
 
 NO_ORDER = 0xFFFFFFFE
 """After the orders of all numbers (ptx.descending_order)."""
@@ -138,56 +150,75 @@ class BoundRole:
     @cute.jit
     def run(self, rows: Rows, pieces: cute.FastDivmodDivisorV2, units: Int32, picks: Any) -> None:
         thread, row = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        numbers = SmemAllocator().allocate_tensor(Int32, cute.make_layout(STEPS), byte_alignment=16)
+        numbers = SmemAllocator().allocate_tensor(Int32, cute.make_layout(BOUND_BYTES // 4), byte_alignment=16)
         at = numbers.iterator.toint()
-        if thread < STEPS:
+        if thread < 2 * STEPS:
             ptx.store_shared_s32(at + thread * 4, Int32(0))
+        ptx.prefetch_l2(rows.length_of(row), thread == 0)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         size, count = rows.load_length(row)
-        cute.arch.sync_threads()
         bound = Float32(-Float32.inf)
         if (count > SAMPLE) & (count > rows.selected):
             bound = self.search(rows.scores_of(row), size, count, rows.selected, at, thread)
         if thread == 0:
-            ptx.store_global_s32(rows.work_of(row, COUNT), count)
-            ptx.store_global_f32(rows.work_of(row, COUNT + 1), bound)
+            ptx.store_global_f32(rows.work_of(row, BOUND), bound)
 
     @cute.jit
     def search(self, source: Int64, size: Int32, count: Int32, selected: Int32, at: Int32, thread: Int32) -> Any:
         """A score that enough blocks of the sample reach; -inf if it has not that many numbers."""
-        lane = cute.arch.lane_idx()
-        orders = cute.make_rmem_tensor((SAMPLE // BOUND_THREADS,), Uint32)
+        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(thread // 32)
         pairs = size // (2 * CANDIDATE_BLOCK)
         # four lanes have a pair, and of every two pairs each two lanes keep one
-        for half in range_constexpr(2):
-            words = []
-            for i in range_constexpr(8):
-                pair = Int64((half * 8 + i) * (BOUND_THREADS // 4) + thread // 4) * Int64(pairs) // PAIRS
-                words.append(ptx.load_global_128_in_order(source + pair * 64 + Int64(thread % 4) * 16))
-            found = [largest(four) for four in words]
-            found = [ptx.max_f32(one, cute.arch.shuffle_sync_bfly(one, 1)) for one in found]
-            for i in range_constexpr(4):
-                best = found[2 * i + 1] if lane & 1 == 1 else found[2 * i]
-                orders[half * 4 + i] = ptx.descending_order(best)
+        words = []
+        for i in range_constexpr(2 * HELD_ORDERS):
+            pair = Int64(i * (BOUND_THREADS // 4) + thread // 4) * Int64(pairs) // PAIRS
+            words.append(ptx.load_global_128_in_order(source + pair * 64 + Int64(thread % 4) * 16))
+        found = [largest(four) for four in words]
+        found = [ptx.max_f32(one, cute.arch.shuffle_sync_bfly(one, 1)) for one in found]
+        orders = []
+        for i in range_constexpr(HELD_ORDERS):
+            best = found[2 * i + 1] if lane & 1 == 1 else found[2 * i]
+            orders.append(Uint32(ptx.descending_order(best)))
+        first, last = orders[0], Uint32(0)
+        for order in orders:
+            first = cutlass.min(first, order)
+            last = cutlass.max(last, Uint32(cutlass.select_(order > Uint32(NO_ORDER), Uint32(0), order)))
+        redux = cute.arch.warp_redux_sync
+        first, last = Uint32(redux(first, "min")), Uint32(redux(last, "umax"))
+        if lane == 0:
+            ptx.store_shared_64(at + RANGES + warp * 8, Int32(first), Int32(last))
+        cute.arch.sync_threads()
+        least, most = ptx.load_shared_64(at + RANGES + lane % (BOUND_THREADS // 32) * 8)
+        low, high = Uint32(redux(Uint32(least), "min")), Uint32(redux(Uint32(most), "umax"))
+
         share = Float32(selected) * Float32(SAMPLE) * ptx.reciprocal(Float32(count))
         wanted = Int32(share + Float32(SURE) * share * ptx.rsqrt(share)) + 2
-        low, high, step, reached = Uint32(0), Uint32(NO_ORDER), Int32(0), Int32(SAMPLE)
+        is_short, step, reached = Int32(1), Int32(0), Int32(SAMPLE)
         while (reached > wanted + (wanted >> SLACK)) & (low < high) & (step < STEPS):
-            middle = low + ((high - low) >> Uint32(1))
-            number = Int32(0)
-            for i in range_constexpr(SAMPLE // BOUND_THREADS):
-                number += Int32(orders[i] <= middle)
-            number = Int32(cute.arch.warp_redux_sync(number, "add"))
-            ptx.reduce_shared("add.u32", at + step * 4, number, lane == 0)
+            quarter = (high - low) >> Uint32(2)
+            one, two, three = (Uint32(low + Uint32(i) * quarter) for i in (1, 2, 3))
+            both, third = Int32(0), Int32(0)
+            for order in orders:
+                both += Int32(order <= one) + (Int32(order <= two) << 16)
+                third += Int32(order <= three)
+            both, third = Int32(redux(both, "add")), Int32(redux(third, "add"))
+            ptx.reduce_shared("add.u32", at + step * 8, both, lane == 0)
+            ptx.reduce_shared("add.u32", at + step * 8 + 4, third, lane == 0)
             cute.arch.sync_threads()
-            number = ptx.load_shared_s32(at + step * 4)
-            if number >= wanted:
-                high, reached = Uint32(middle), number
+            both, third = ptx.load_shared_64(at + step * 8)
+            of_one, of_two = both & 0xFFFF, both >> 16
+            if of_one >= wanted:
+                high, reached, is_short = Uint32(one), of_one, Int32(0)
+            elif of_two >= wanted:
+                low, high, reached, is_short = Uint32(one + Uint32(1)), Uint32(two), of_two, Int32(0)
+            elif third >= wanted:
+                low, high, reached, is_short = Uint32(two + Uint32(1)), Uint32(three), third, Int32(0)
             else:
-                low = Uint32(middle + Uint32(1))
+                low = Uint32(three + Uint32(1))
             step += 1
-        return Float32(-Float32.inf) if high == Uint32(NO_ORDER) else ptx.of_descending_order(high)
+        # nothing was found below the last order: all numbers of the sample are fewer, or as many as are wanted
+        return Float32(-Float32.inf) if is_short != 0 else ptx.of_descending_order(high)
 
 
 # ---- marks
@@ -238,7 +269,7 @@ class MarkRole:
     def mark(self, rows: Rows, row: Int32, first: Int32, count: Int32, found: Any) -> None:
         """found: for each 128 columns the largest of the lane's four, half a block."""
         lane = cute.arch.lane_idx()
-        bound = ptx.load_global_s32_in_order(rows.work_of(row, COUNT + 1), is_shared=True).bitcast(Float32)
+        bound = ptx.load_global_s32_in_order(rows.work_of(row, BOUND), is_shared=True).bitcast(Float32)
         is_odd = lane & 1 == 1
         for i in range_constexpr(0, VECTORS, 2):
             own = found[i + 1] if is_odd else found[i]
@@ -262,18 +293,50 @@ HELD = HeldConfig(32, LISTED // (CHUNK * 32))
 STREAMED = TopKConfig(32, 4, 1, 16)
 """How a list is picked from, and all maxima of a row: by CTAs of as many warps."""
 
-LIST = 128
-"""Byte offset in shared memory of the list, behind a word of each warp."""
+LIST_BLOCKS = HELD.smem_bytes
+LIST_MAXIMA = LIST_BLOCKS + 4 * LISTED
+"""Byte offsets in shared memory of the listed blocks' numbers and maxima, behind what picks from them."""
+
+WORDS = 4
+"""Of marks that a thread loads at once."""
+
+
+class ListedBlocks(NamedTuple):
+    """What HeldRow writes in place of columns: the blocks at an address of shared memory. table: not 0."""
+
+    table: Any
+    blocks: Any
+
+    @cute.jit
+    def write(self, entries: Int32, first: Int32, step: cutlass.Constexpr, stop: Int32, out: Int64) -> None:
+        for number in cutlass.range(first, stop, step, unroll=1):
+            entry = ptx.load_shared_s32(entries + number * 4)
+            ptx.store_global_s32(out + Int64(number) * 4, ptx.load_shared_s32(self.blocks + entry * 4))
+
+
+class ListedRow(HeldRow):
+    """Of a list in shared memory: a part's base is an address there."""
+
+    @cute.jit
+    def load(self, here: Here, part: Part, each: Int32, scores: cute.Tensor) -> None:
+        first_place = here.warp * each * CHUNK + here.lane * 4
+        for i in range_constexpr(self.vectors):
+            place = first_place + i * CHUNK
+            # what is behind the list may be anything
+            words = ptx.load_shared_128(part.base + cutlass.min(place, Int32(LISTED - 4)) * 4)
+            for j in range_constexpr(4):
+                is_inside = (i < each) & (place + j < part.stop)
+                scores[4 * i + j] = (words[j] if is_inside else Int32(-1)).bitcast(Float32)
 
 
 class PickRole:
     """Picks blocks. By a CTA a row."""
 
     threads = HELD.threads
-    smem_bytes = max(HELD.smem_bytes, STREAMED.smem_bytes, LIST + 4 * LISTED)
+    smem_bytes = max(LIST_MAXIMA + 4 * LISTED, STREAMED.smem_bytes)
 
     def __init__(self) -> None:
-        self.held, self.streamed = HeldRow(HELD, False), RowPicks(STREAMED)
+        self.held, self.streamed = ListedRow(HELD, False), RowPicks(STREAMED)
 
     @cute.jit
     def run(self, rows: Rows, pieces: cute.FastDivmodDivisorV2, units: Int32, picks: Any) -> None:
@@ -293,14 +356,12 @@ class PickRole:
         else:
             listed = self.list(here, rows, row, size)
             if (listed > k) & (listed <= LISTED):
-                self.held.clear(here)
-                # the list is a block table of pages with one row
-                slots = Slots(rows.work_of(row, BLOCKS), Int64(0), Int32(0), Int32(LISTED), one, Int32(-(2**31)))
-                part = self.part(rows.work_of(row, VALUES), listed, Int32(1))
-                self.held.select(here, part, None, k, Int32(0), Int32(0), target, slots)
+                part = self.part(at + LIST_MAXIMA, listed, Int32(1))
+                blocks: Any = ListedBlocks(Int32(1), at + LIST_BLOCKS)
+                self.held.select(here, part, None, k, Int32(0), Int32(0), target, blocks)
             else:
-                self.load_maxima(rows, row, size, count, thread)
                 self.streamed.clear(here)
+                self.load_maxima(rows, row, size, count, thread)
                 cute.arch.sync_threads()
                 part = self.part(rows.work_of(row, rows.maxima), count, (count + (STREAMED.tile - 1)) // STREAMED.tile)
                 columns = Slots(Int64(0), Int64(0), Int32(0), Int32(0), one, Int32(0))
@@ -312,47 +373,50 @@ class PickRole:
 
     @cute.jit
     def list(self, here: Here, rows: Rows, row: Int32, size: Int32) -> Any:
-        """How many blocks of the row are marked; if a list holds them, they and their maxima are listed."""
+        """How many blocks of the row are marked; as many of them as a list holds are listed, with their maxima. What
+        picks from the list is cleared."""
         words = (size + (MARKED - 1)) // MARKED * (MARKED // (32 * CANDIDATE_BLOCK))
-        each = (words + (self.threads - 1)) // self.threads
-        first = here.thread * each
-        number = Int32(0)
-        for i in cutlass.range(each, unroll=4):
-            number += cute.arch.popc(self.load_marks(rows, row, first + i, words))
-        sums = lanes_prefix(number)
-        if here.lane == 31:
-            ptx.store_shared_s32(here.at + here.warp * 4, sums)
-        cute.arch.sync_threads()
-        of_warp = ptx.load_shared_s32(here.at + here.lane * 4)
-        listed = Int32(cute.arch.warp_redux_sync(of_warp, "add"))
-        before = Int32(cute.arch.warp_redux_sync(of_warp if here.lane < here.warp else Int32(0), "add"))
-        if listed <= LISTED:
-            target = here.at + LIST + (before + sums - number) * 4
-            for i in cutlass.range(each, unroll=1):
-                word = self.load_marks(rows, row, first + i, words)
+        listed, is_odd = Int32(0), Int32(0)
+        for start in cutlass.range(0, words, WORDS * self.threads, unroll=1):
+            first = start + WORDS * here.thread
+            loaded = ptx.load_global_128_cached_where(first < words, rows.work_of(row, rows.marks + first))
+            marks = [cutlass.select_(first + i < words, loaded[i], Int32(0)) for i in range(WORDS)]
+            number = Int32(0)
+            for word in marks:
+                number += Int32(cute.arch.popc(word))
+            sums = lanes_prefix(number)
+            # warps may still be reading the sums before
+            at = here.at + LIST_MAXIMA + is_odd * 128
+            if here.lane == 31:
+                ptx.store_shared_s32(at + here.warp * 4, sums)
+            cute.arch.sync_threads()
+            of_warp = ptx.load_shared_s32(at + here.lane * 4)
+            place = Int32(cute.arch.warp_redux_sync(of_warp if here.lane < here.warp else Int32(0), "add"))
+            place = place + listed + sums - number
+            listed += Int32(cute.arch.warp_redux_sync(of_warp, "add"))
+            is_odd = is_odd ^ 1
+            for i in range_constexpr(WORDS):
+                word = marks[i]
                 while word != 0:
                     bit = cute.arch.popc((word & -word) - 1)
                     word = word & (word - 1)
-                    ptx.store_shared_s32(target, (first + i) * 32 + bit)
-                    target += 4
-            cute.arch.sync_threads()
-            for start in cutlass.range(here.thread, listed, 4 * self.threads, unroll=1):
-                found = []
-                for i in range_constexpr(4):
-                    place = start + self.threads * i
-                    block = ptx.load_shared_s32(here.at + LIST + cutlass.min(place, listed - 1) * 4)
-                    source = rows.work_of(row, rows.maxima + block)
-                    found.append((place, block, ptx.load_global_s32_where(place < listed, source, is_shared=True)))
-                for place, block, best in found:
-                    ptx.store_global_s32(rows.work_of(row, VALUES + place), best, place < listed)
-                    ptx.store_global_s32(rows.work_of(row, BLOCKS + place), block, place < listed)
+                    target = here.at + LIST_BLOCKS + place * 4
+                    ptx.store_shared_s32_where(place < LISTED, target, (first + i) * 32 + bit)
+                    place += 1
+        self.held.clear(here)
+        cute.arch.sync_threads()
+        stop = cutlass.min(listed, Int32(LISTED))
+        for start in cutlass.range(here.thread, stop, 4 * self.threads, unroll=1):
+            found = []
+            for i in range_constexpr(4):
+                entry = start + self.threads * i
+                block = ptx.load_shared_s32(here.at + LIST_BLOCKS + cutlass.min(entry, stop - 1) * 4)
+                source = rows.work_of(row, rows.maxima + block)
+                found.append((entry, ptx.load_global_s32_where(entry < stop, source, is_shared=True)))
+            for entry, best in found:
+                ptx.store_shared_s32_where(entry < stop, here.at + LIST_MAXIMA + entry * 4, best)
         cute.arch.sync_threads()
         return listed
-
-    def load_marks(self, rows: Rows, row: Any, number: Any, words: Any) -> Any:
-        """A word of marks; none behind the row's end."""
-        word = ptx.load_global_s32_where(number < words, rows.work_of(row, rows.marks + number), is_shared=True)
-        return cutlass.select_(number < words, word, Int32(0))
 
     @cute.jit
     def load_maxima(self, rows: Rows, row: Int32, size: Int32, count: Int32, thread: Int32) -> None:
@@ -435,7 +499,7 @@ class BlockPicksKey(KernelKey):
 
     @property
     def smem_bytes(self) -> int:
-        return {"bound": 4 * STEPS, "picks": PickRole.smem_bytes}.get(self.role, 0)
+        return {"bound": BOUND_BYTES, "picks": PickRole.smem_bytes}.get(self.role, 0)
 
     @property
     def instructions(self) -> tuple[str, ...]:

@@ -35,10 +35,7 @@ int32, how many of them there are."""
 
 LONG_BLOCKS = 65536
 """Blocks of a row from which on select_candidate_blocks may list those that reach a bound (block_picks.py): then a
-row's workspace has the list, too."""
-
-LISTED = 8192
-"""Blocks that such a list holds."""
+row's workspace has marks, too."""
 
 MARKED = 512
 """Columns whose blocks are marked at a time, by two words."""
@@ -55,9 +52,8 @@ def row_bytes(columns: int) -> int:
 
 
 def block_maxima_at(columns: int) -> int:
-    """First word of the maxima of blocks in a row's workspace. Before them, where rows are long: maxima of listed
-    blocks, their numbers, and four words with how many blocks the row has and its bound."""
-    return 2 * LISTED + 4 if columns > CANDIDATE_BLOCK * (LONG_BLOCKS - 1) else 0
+    """First word of the maxima of blocks in a row's workspace; before them, where rows are long, is the row's bound."""
+    return 4 if columns > CANDIDATE_BLOCK * (LONG_BLOCKS - 1) else 0
 
 
 def block_marks_at(columns: int) -> int:
@@ -69,7 +65,7 @@ def block_row_bytes(columns: int) -> int:
     """Workspace of a row of so many scores whose blocks are selected."""
     if not block_maxima_at(columns):
         return row_bytes(-(-columns // CANDIDATE_BLOCK) + LENGTH_COLUMNS)
-    return row_bytes(block_marks_at(columns) + 2 * -(-columns // MARKED))
+    return row_bytes(block_marks_at(columns) + round_up(2 * -(-columns // MARKED), 4))
 
 
 def least_bytes(requests: int, columns: int, next_n: int, k: int) -> int:

@@ -45,9 +45,9 @@ def selected(scores: np.ndarray, lengths: np.ndarray, k: int) -> tuple[np.ndarra
     """What the kernels write, and how many blocks of each row are marked."""
     rows, columns = scores.shape
     memory = GlobalMemory(4 << 20)
-    maxima = 2 * LISTED + 4
-    marks = maxima + -(-columns // 32) * 4
+    maxima, marks = 4, 4 + -(-columns // 32) * 4
     stride = marks + 2 * -(-columns // MARKED) + 4
+    stride += -stride % 4
     work = memory.reserve(4 * rows * stride)
     memory.bytes[work - memory.BASE :][: 4 * rows * stride] = 0xFF
     streamed = TopKKey("sm_90a", STREAMED.warps, STREAMED.vectors, STREAMED.cluster, STREAMED.tiles)
