@@ -19,7 +19,8 @@ query.py               queries rotated and quantized
 gather.py              keys gathered from pages
 topk.py                picks; topk_held.py: of rows that registers hold; topk_slots.py: picks as slots of a cache;
                        topk_select.py: which kernel picks, and how its ops launch it
-block_maxima.py        kernel: the largest score of each block of keys, for candidate blocks
+block_maxima.py        kernel: the largest score of each block of keys, for candidate blocks; block_picks.py: of long
+                       rows, in which only blocks that reach a bound are listed and picked from
 picked_keys.py         kernel: picks of a rank as keys, by score and entry
 merge_keys.py          kernel: the best keys of several ranks
 verify_cases.py        calls that the kernels are verified with

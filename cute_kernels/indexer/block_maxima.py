@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel of select_candidate_blocks: the largest score of each block of eight keys, whose best topk.py then picks.
+Calls with long rows, of which most maxima need not be written, are block_picks.py's where it takes them.
 
     a warp's piece of a row       PIECE columns, VECTORS times 128
     lane, of each 128             columns 4 * lane .. + 3, half a block
@@ -23,9 +24,9 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl import ptx
-from cute_kernels.dsl.convert import FP32_MAX
 from cute_kernels.dsl.tensor import address, length, stride_bytes
-from cute_kernels.indexer import topk_select
+from cute_kernels.indexer import block_picks, topk_select
+from cute_kernels.indexer.block_picks import as_compared, largest
 from cute_kernels.indexer.call import SelectBlocksCall
 from cute_kernels.indexer.chunks import CANDIDATE_BLOCK, LENGTH_COLUMNS, row_bytes
 from cute_kernels.models import ModelConfig, latent_ratios
@@ -135,7 +136,7 @@ class BlockMaximaKernel:
         words = [
             ptx.load_global_128_cached_where(column + (128 * i + 4) <= length, source + 512 * i) for i in range(VECTORS)
         ]
-        found = [self.largest(four) for four in words]
+        found = [largest(four) for four in words]
         if first + PIECE > length:
             # the vector that the row's end cuts: what is missing counts as NaN
             for i in range_constexpr(VECTORS):
@@ -144,20 +145,15 @@ class BlockMaximaKernel:
                     at = column + (128 * i + j)
                     is_cut = (column + (128 * i + 4) > length) & (at < length)
                     cut.append(ptx.load_global_s32_where(is_cut, source + (512 * i + 4 * j)))
-                found[i] = ptx.max_f32(found[i], self.largest(cut))
+                found[i] = ptx.max_f32(found[i], largest(cut))
         is_odd = lane & 1 == 1
         for i in range_constexpr(0, VECTORS, 2):
             own = found[i + 1] if is_odd else found[i]
             sent = found[i] if is_odd else found[i + 1]
             best = ptx.max_f32(own, cute.arch.shuffle_sync_bfly(sent, 1))
             block = first // CANDIDATE_BLOCK + (lane & 1) * 16 + (16 * i + lane // 2)
-            best = Float32(FP32_MAX) if best == Float32.inf else best
-            best = Float32.inf if block == count - 1 else best
+            best = as_compared(best, block, count)
             ptx.store_global_f32(maxima + Int64(block) * 4, best, block < count)
-
-    def largest(self, words: Any) -> Any:
-        one, two, three, four = (word.bitcast(Float32) for word in words)
-        return ptx.max_f32(ptx.max_f32(one, two), ptx.max_f32(three, four))
 
 
 @dataclass(frozen=True)
@@ -181,7 +177,7 @@ def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
     """Of a model with candidates; and the kernels that pick."""
     if not latent_ratios(config):
         return []
-    return [BlockMaximaKey(arch), *topk_select.deployment_keys(config, tp, arch)]
+    return [BlockMaximaKey(arch), *block_picks.keys_of(arch), *topk_select.deployment_keys(config, tp, arch)]
 
 
 @cache
@@ -216,6 +212,10 @@ def launch(call: SelectBlocksCall) -> None:
     logits, lengths, out = call.logits, call.seq_lens, call.out
     rows = logits.shape[0]
     if rows == 0:
+        return
+    arch = arch_of(out.device.index)
+    if block_picks.takes(arch, logits.shape[1], out.shape[1]):
+        block_picks.launch(call, arch)
         return
     maxima = maxima_of(call)
     blocks = maxima.shape[1] - LENGTH_COLUMNS

@@ -33,6 +33,13 @@ LENGTH_COLUMNS = 4
 """Columns of the workspace behind the scores of a row's candidates, or its blocks' maxima: the first one has, as an
 int32, how many of them there are."""
 
+LONG_BLOCKS = 65536
+"""Blocks of a row from which on select_candidate_blocks may list those that reach a bound (block_picks.py): then a
+row's workspace has marks, too."""
+
+MARKED = 512
+"""Columns whose blocks are marked at a time, by two words."""
+
 
 def candidate_columns(blocks: int) -> int:
     """Of the workspace, for a row of so many candidate blocks."""
@@ -42,6 +49,23 @@ def candidate_columns(blocks: int) -> int:
 def row_bytes(columns: int) -> int:
     """Of the scores of a row."""
     return 4 * round_up(columns, ROW_ALIGNMENT)
+
+
+def block_maxima_at(columns: int) -> int:
+    """First word of the maxima of blocks in a row's workspace; before them, where rows are long, is the row's bound."""
+    return 4 if columns > CANDIDATE_BLOCK * (LONG_BLOCKS - 1) else 0
+
+
+def block_marks_at(columns: int) -> int:
+    """First word of the marks of blocks, behind all maxima, where rows are long."""
+    return block_maxima_at(columns) + round_up(-(-columns // CANDIDATE_BLOCK), 4)
+
+
+def block_row_bytes(columns: int) -> int:
+    """Workspace of a row of so many scores whose blocks are selected."""
+    if not block_maxima_at(columns):
+        return row_bytes(-(-columns // CANDIDATE_BLOCK) + LENGTH_COLUMNS)
+    return row_bytes(block_marks_at(columns) + round_up(2 * -(-columns // MARKED), 4))
 
 
 def least_bytes(requests: int, columns: int, next_n: int, k: int) -> int:

@@ -1255,8 +1255,7 @@ _score_candidates_prefill = define_op(
 
 def select_candidate_blocks_workspace_size(rows: int, columns: int) -> int:
     """Bytes of workspace for `select_candidate_blocks` of so many rows of so many scores, or fewer."""
-    blocks = -(-columns // chunks.CANDIDATE_BLOCK)
-    return rows * chunks.row_bytes(blocks + chunks.LENGTH_COLUMNS)
+    return rows * chunks.block_row_bytes(columns)
 
 
 def _check_select_blocks(call: SelectBlocksCall) -> None:

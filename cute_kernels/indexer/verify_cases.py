@@ -10,7 +10,7 @@ import torch
 
 from cute_kernels import numerics
 from cute_kernels.formats import FORMATS, INDEX_DIM, INDEXER_FP8, INDEXER_MXFP4, INDEXER_MXFP4_WIDE, ROPE_DIM
-from cute_kernels.indexer.chunks import CANDIDATE_BLOCK, LENGTH_COLUMNS, candidate_columns, row_bytes
+from cute_kernels.indexer.chunks import CANDIDATE_BLOCK, block_row_bytes, candidate_columns, row_bytes
 from cute_kernels.indexer.reference import score_keys
 from cute_kernels.numerics import CACHE_FLOOR, E2M1_FLOOR, E2M1_ROUNDINGS
 from cute_kernels.paging import entries_to_slots
@@ -524,7 +524,14 @@ def _agree_picks(picks: torch.Tensor, expected: torch.Tensor) -> str:
 
 # ---- candidate blocks
 
-_BLOCKS = ((1, 1, 1300, 64), (5, 2, 9000, 256), (7, 1, 40000, 2048), (3, 1, 500, 256), (70, 1, 20000, 512))
+_BLOCKS = (
+    (1, 1, 1300, 64),
+    (5, 2, 9000, 256),
+    (7, 1, 40000, 2048),
+    (3, 1, 500, 256),
+    (70, 1, 20000, 512),
+    (3, 1, 530_000, 2048),
+)
 """(requests, rows of each, columns, blocks)"""
 
 
@@ -535,8 +542,7 @@ def select_blocks() -> Iterator[Example]:
         g = torch.Generator().manual_seed(rows + columns)
         lens = torch.randint(-9, columns + 9, (requests, next_n), generator=g).int()
         lens[0, 0] = columns - 3
-        size = rows * row_bytes(-(-columns // CANDIDATE_BLOCK) + LENGTH_COLUMNS)
-        workspace = torch.full((size // 4,), torch.nan)
+        workspace = torch.full((rows * block_row_bytes(columns) // 4,), torch.nan)
         name = f"{blocks} blocks of {columns} columns, {rows} rows"
         scores = torch.full((rows, columns // 4 * 4 + 8), torch.inf)[:, :columns].copy_(_scores(rows, columns))
         yield Example(name, (scores, lens, _out(rows, blocks)[:rows, 1:-2], workspace), _agree_blocks)

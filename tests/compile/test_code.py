@@ -32,7 +32,7 @@ from cute_kernels.formats import (
     PLAIN_BF16,
     PLAIN_FP8,
 )
-from cute_kernels.indexer import block_maxima, merge_keys, picked_keys, query
+from cute_kernels.indexer import block_maxima, block_picks, merge_keys, picked_keys, query
 from cute_kernels.indexer import gather as index_gather
 from cute_kernels.indexer import launch as scores
 from cute_kernels.indexer import select as select_scores
@@ -404,6 +404,17 @@ def maxima_of_blocks() -> Iterator[Row]:
         yield Row(key, 40, ptx, smem=0, absent=DIVISIONS, threads=128)
 
 
+def picks_of_blocks() -> Iterator[Row]:
+    bound, marks, picks = block_picks.keys_of(HOPPER)
+    found = {r"redux\.sync\.add": 1, r"red\.relaxed\.cta\.shared\.add\.u32": 1}
+    yield Row(bound, 64, found | waits(HOPPER), absent=DIVISIONS, threads=block_picks.BOUND_THREADS)
+    # loads of scores do not wait for the bound
+    ahead = r"\bLDG\.E\.128", r"\bACQBULK"
+    threads = 32 * block_picks.WARPS
+    yield Row(marks, 40, waits(HOPPER), smem=0, absent=DIVISIONS, threads=threads, first=ahead)
+    yield Row(picks, 64, waits(HOPPER), absent=DIVISIONS, threads=1024)
+
+
 def scores_of_candidates() -> Iterator[Row]:
     for heads, mxfp4 in itertools.product((16, 32, 64), (False, True)):
         key = CandidateLogitsKey(HOPPER, heads, mxfp4, paged=heads == 32)
@@ -703,7 +714,7 @@ TABLE = {
     for rows in (
         *(inserts, gathers, qnorms, norms, norms_with_codes, quantizations, rotations, index_builders, saves),
         *(packs, keys, merges),
-        *(latents, maxima_of_blocks, scores_of_candidates),
+        *(latents, maxima_of_blocks, picks_of_blocks, scores_of_candidates),
         *(entries_of_ratio_4, entries_of_ratio_128, steps_before_attention, queries, gathers_of_index_keys),
         *(hoppers_scores, portable_scores, hoppers_gemms, hoppers_gemms_of_few_rows, portable_gemms),
         *(hoppers_attention, mixed_of_few_heads, decodes_of_few_heads, portable_decodes, portable_prefills, combines),

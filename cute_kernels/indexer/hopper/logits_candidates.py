@@ -195,30 +195,31 @@ class CandidateProducer(Producer):
 
     @cute.jit
     def copy_codes_async(self, place: tuple[Any, ...], lead: Any, mask: Any, stage: Any) -> None:
-        """Of the boxes of a tile that are in the mask."""
+        """Of the boxes of a tile that are in the mask. A key is as many lanes', and a box is: all of its keys, one
+        after the other."""
         config, lane = self.config, cute.arch.lane_idx()
         _, target = self.key_copy
         chunks = config.row_bytes // COPY
-        row, chunk = lane // chunks, lane % chunks
-        line = target + stage * (config.keys * config.row_bytes) + row * config.row_bytes
+        at_once, chunk = WARP // chunks, lane % chunks
         # rows of a request share keys, which L2 should keep for them
         policy = Int64(ptx.READ_AGAIN) if self.groups.count > 1 else Int64(ptx.READ_ONCE)
-        for j in range_constexpr(config.boxes):
-            is_there = mask & (1 << j) != 0
+        for first in range_constexpr(0, config.boxes, at_once):
+            box = first + lane // chunks
+            is_wanted = mask >> box & 1 != 0
+            line = target + (stage * config.boxes + box) * (config.box * config.row_bytes)
             if const_expr(self.paged):
-                source = from_lane(place[:2], lead + j) + Int64(lane * COPY)
+                source = from_lane(place[:2], lead + box) + Int64(chunk * COPY)
             else:
-                key = cute.arch.shuffle_sync(place[0], lead + j) + row
-            for first in range_constexpr(0, config.box, WARP // chunks):
-                if const_expr(self.paged):
-                    address = source + first * config.row_bytes
-                else:
-                    address = self.cache.codes + Int64(key + first) * self.cache.key_stride + Int64(chunk * COPY)
-                    is_there = (mask & (1 << j) != 0) & (key + first >= 0) & (key + first < self.cache.keys.count)
+                key = cute.arch.shuffle_sync(place[0], lead + box)
+                source = self.cache.codes + Int64(key) * self.cache.key_stride + Int64(chunk * COPY)
+            for row in range_constexpr(config.box):
+                is_there = is_wanted
+                if const_expr(not self.paged):
+                    is_there = is_wanted & (key + row >= 0) & (key + row < self.cache.keys.count)
                 # FP8 codes go where the swizzle of tensor cores' operands has them
-                column = (chunk ^ row + first) if self.q_scales is None else chunk
-                to = line + (j * config.box + first) * config.row_bytes + column * COPY
-                ptx.copy_async_128_once(to, address, is_there, policy)
+                column = (chunk ^ row) if self.q_scales is None else chunk
+                ptx.copy_async_128_once(line + row * config.row_bytes + column * COPY, source, is_there, policy)
+                source += Int64(config.row_bytes) if self.paged else self.cache.key_stride
 
     @cute.jit
     def copy_scales_async(self, place: tuple[Any, ...], lead: Any, mask: Any, stage: Any) -> None:
