@@ -74,6 +74,14 @@ def test_random_steps(kind: Kind, state_rows: int) -> None:
     check(FUSED, a)
 
 
+@pytest.mark.parametrize(("ring", "covered"), [(8, 8), (8, 256), (12, 24), (16, 4096)])
+@pytest.mark.parametrize("kind", KINDS_4, ids=str)
+def test_rings(kind: Kind, ring: int, covered: int) -> None:
+    options = {"state_rows": ring, "page_tokens": covered, "options": (kind.rounding, kind.turn)}
+    for lengths in (LENGTHS, [1] * 50):
+        check(FUSED, random_step(kind.format_id, 4, lengths, ring, longest_prefix=300, **options))
+
+
 def on_cpu_copy(a: Arguments) -> Arguments:
     return {name: gpu_to_cpu(v) if isinstance(v, torch.Tensor) else v for name, v in a.items()}
 
