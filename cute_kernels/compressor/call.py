@@ -80,6 +80,7 @@ class FusedCall(NamedTuple):
     index_hadamard: bool
     use_pdl: bool
     page_tokens: int = 0
+    raw_scores: bool = False
 
 
 class LatentCall(NamedTuple):

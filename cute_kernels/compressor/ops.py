@@ -566,7 +566,8 @@ _fused = define_op(
     "Tensor query_start_loc, Tensor(a!) state_cache, Tensor slot_mapping, Tensor block_table, Tensor cos_sin_cache, "
     "Tensor(b!) kv_cache, Tensor kv_slot_mapping, Tensor rms_norm_weight, Tensor? min_restart, Tensor? fp8_scale, "
     "float rms_norm_eps, int compress_ratio, SymInt keep_every, str kv_format, str persist, str e2m1_rounding, "
-    "bool index_hadamard, bool use_pdl, SymInt page_tokens=0) -> ()",
+    "bool index_hadamard, bool use_pdl, SymInt page_tokens=0, "
+    "bool raw_scores=False) -> ()",
     FusedCall,
     check=_check_fused,
     reference=reference.fused_compress_norm_rope_store,
@@ -601,6 +602,7 @@ def fused_compress_norm_rope_store(
     fp8_scale: torch.Tensor | None = None,
     use_pdl: bool = False,
     page_tokens: int = 0,
+    raw_scores: bool = False,
 ) -> None:
     """save_partial_states and compress_norm_rope_store in one op, with the same bytes in kv_cache.
 
@@ -641,6 +643,7 @@ def fused_compress_norm_rope_store(
     page_tokens            0: a page of the block table holds as many tokens as it has rows. Else it covers so many, a
                            multiple of its rows, which are a ring: position p is in row p mod rows. Slots of a step may
                            then repeat where "window" does not save them
+    raw_scores             whether the state cache holds scores without ape, which every row then gets when it is read
 
     Raises ValueError or TypeError on arguments that do not fit.
     """
@@ -669,6 +672,7 @@ def fused_compress_norm_rope_store(
             index_hadamard,
             use_pdl,
             page_tokens,
+            raw_scores,
         )
     )
 

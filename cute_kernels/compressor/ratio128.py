@@ -365,12 +365,14 @@ class Producer:
     fused      whether rows of the step come from kv_score, and are saved
     bars       how they reach the other warps
     ring       whether pages of the state cache are rings
+    raw        whether it has scores without their bias
     """
 
-    def __init__(self, fused: bool, bars: Bars, ring: bool = False) -> None:
+    def __init__(self, fused: bool, bars: Bars, ring: bool = False, raw: bool = False) -> None:
         self.fused = fused
         self.bars = bars
         self.ring = ring
+        self.raw = raw
 
     @cute.jit
     def run(self, tokens: Tokens, state: State, step: Step, entries: Int32, tables: Tables, first: Int32) -> None:
@@ -486,7 +488,7 @@ class Producer:
             is_kept = self.is_row(own.slot, state.capacity) and at >= self.oldest(step, facts, position, token)
             is_saved = is_new and belongs and is_kept
             target = self.state_row(state, own.slot, is_saved)
-            bias = row if is_new else Int32(-1)
+            bias = row if is_new or self.raw else Int32(-1)
         kind = Int32(ENTRY)
         if self.bars.any_row(source == 0):
             kind = Int32(SAVE) if self.bars.any_row(is_saved) else Int32(END)
@@ -685,7 +687,9 @@ class C128Kernel:
     threads = WARPS * 32
     has_dependency = True
 
-    def __init__(self, name: str, fused: bool, cluster: int, store: epilogue.EntryStore, ring: bool = False) -> None:
+    def __init__(
+        self, name: str, fused: bool, cluster: int, store: epilogue.EntryStore, ring: bool = False, raw: bool = False
+    ) -> None:
         self.name = name
         self.fused = fused
         self.cluster = cluster
@@ -693,7 +697,8 @@ class C128Kernel:
         self.copy_bytes = copy_bytes(fused)
         self.store = store
         self.bars = Bars(LISTED, HEADED, TAKEN, PRODUCERS, CONSUMER_WARPS * 32, fused)
-        self.producer = Producer(fused, self.bars, ring)
+        self.producer = Producer(fused, self.bars, ring, raw)
+        self.raw = raw
         self.mean = Mean(WRITTEN, READ)
 
     @cute.jit
@@ -847,9 +852,11 @@ class C128Kernel:
                 table = tile % TABLES * RATIO + thread // 16
                 for i in range_constexpr(ROWS):
                     bias = ptx.load_shared_128(place + self.slot(2, i))
+                    kept = scores[i]
                     scores[i] = self.biased(scores[i], bias, smem.tables.bias[table + i * GROUPS])
+                    kept = kept if self.raw else scores[i]
                     target = smem.tables.target[table + i * GROUPS]
-                    words = [score.bitcast(Int32) for score in scores[i]]
+                    words = [score.bitcast(Int32) for score in kept]
                     ptx.store_global_128(target + column, values[i], target != 0)
                     ptx.store_global_128(target + column + HALF_ROW, words, target != 0)
             if next_tile != tile:
@@ -928,6 +935,7 @@ class C128Key(KernelKey):
     fused     whether rows of the step come from kv_score and are saved
     cluster   CTAs that share an entry: 2, 4 or 8
     ring      whether pages of the state cache are rings
+    raw       whether it has scores without their bias
     others    see entry.EntryStore
     """
 
@@ -938,6 +946,7 @@ class C128Key(KernelKey):
     fused: bool = False
     cluster: int = CLUSTERS[0]
     ring: bool = False
+    raw: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -956,7 +965,7 @@ class C128Key(KernelKey):
         op = "fused_compress" if self.fused else "compress"
         weight = "_fp32_weight" if self.fp32_weight else ""
         name = f"{op}_norm_rope_store_c128x{self.cluster}_{self.kv_format.split('/')[0]}{weight}"
-        name += "_ring" * self.ring
+        name += "_ring" * self.ring + "_raw" * self.raw
         store = epilogue.EntryStore(self.kv_format, self.fp32_weight, "", False, self.arch)
         return self.make_kernel(name, store), (
             slots,
@@ -969,17 +978,19 @@ class C128Key(KernelKey):
         )
 
     def make_kernel(self, name: str, store: epilogue.EntryStore) -> Callable[..., None]:
-        return C128Kernel(name, self.fused, self.cluster, store, self.ring)
+        return C128Kernel(name, self.fused, self.cluster, store, self.ring, self.raw)
 
 
-def key_for(arch: str, kv_format: str, fp32_weight: bool, fused: bool, cluster: int, ring: bool = False) -> C128Key:
+def key_for(
+    arch: str, kv_format: str, fp32_weight: bool, fused: bool, cluster: int, ring: bool = False, raw: bool = False
+) -> C128Key:
     """The kernel with clusters of so many CTAs, or the portable one, which has none."""
     # it is made of parts of this module
     from cute_kernels.compressor.ratio128_portable import PortableC128Key
 
     if runs_on(arch):
-        return C128Key(arch, kv_format, fp32_weight, fused, cluster, ring)
-    return PortableC128Key(arch, kv_format, fp32_weight, fused, ring=ring)
+        return C128Key(arch, kv_format, fp32_weight, fused, cluster, ring, raw)
+    return PortableC128Key(arch, kv_format, fp32_weight, fused, ring=ring, raw=raw)
 
 
 def deployment_keys(config: ModelConfig, tp: int, arch: str, fused: bool) -> list[C128Key]:
@@ -1012,9 +1023,15 @@ def tokens_per_cluster(count: int, multiprocessors: int, cluster: int) -> int:
 
 @cache
 def _key(
-    device_index: int, kv_format: str, fp32_weight: bool, fused: bool, cluster: int, ring: bool = False
+    device_index: int,
+    kv_format: str,
+    fp32_weight: bool,
+    fused: bool,
+    cluster: int,
+    ring: bool = False,
+    raw: bool = False,
 ) -> C128Key:
-    return key_for(arch_of(device_index), kv_format, fp32_weight, fused, cluster, ring)
+    return key_for(arch_of(device_index), kv_format, fp32_weight, fused, cluster, ring, raw)
 
 
 # ---- launch
@@ -1115,6 +1132,7 @@ def launch_fused(call: FusedCall, per_cluster: int | None = None, cluster: int |
         True,
         cluster or ctas_per_entry(count),
         call.page_tokens > call.state_cache.shape[1],
+        call.raw_scores,
     )
     per_cluster = per_cluster or tokens_per_cluster(count, multiprocessors(device_index), key.cluster)
     launch_key(

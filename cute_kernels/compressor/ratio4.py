@@ -254,7 +254,8 @@ class C4Kernel:
     the stream.
 
     early   what describes the step is read before the wait for the kernel ahead, which does not write it
-    ring    rows of a page are a ring: it covers more tokens than it has rows"""
+    ring    rows of a page are a ring: it covers more tokens than it has rows
+    raw     the state cache has scores without their bias"""
 
     def __init__(
         self,
@@ -265,6 +266,7 @@ class C4Kernel:
         has_dependency: bool,
         early: bool = False,
         ring: bool = False,
+        raw: bool = False,
     ) -> None:
         self.name = name
         self.fused = fused
@@ -273,6 +275,7 @@ class C4Kernel:
         self.has_dependency = has_dependency
         self.early = early and has_dependency and fused
         self.ring = ring
+        self.raw = raw
         self.lanes = store.dim // 4
         self.team = self.lanes // 32
         self.teams = WARPS // self.team
@@ -495,9 +498,10 @@ class C4Kernel:
             if const_expr(self.fused):
                 # the assembler would add the first biases, and wait for their scores, before all loads are issued
                 cute.arch.sync_warp()
-                for r in range_constexpr(WINDOW):
-                    biased = self.add(scores[r], ptx.load_shared_128(own.bias + r * OWN_ROW))
-                    scores[r] = self.choose((new >> r) & 1 != 0, biased, scores[r])
+                if const_expr(not self.raw):
+                    for r in range_constexpr(WINDOW):
+                        biased = self.add(scores[r], ptx.load_shared_128(own.bias + r * OWN_ROW))
+                        scores[r] = self.choose((new >> r) & 1 != 0, biased, scores[r])
                 if saved != 0:
                     for r in range_constexpr(WINDOW):
                         target = shuffle(lanes.target, source - BEHIND + r)
@@ -505,6 +509,8 @@ class C4Kernel:
                         is_saved = (saved >> r) & 1 != 0
                         ptx.store_global_128(target, values[r], is_saved)
                         ptx.store_global_128(target + 2 * self.half, scores[r], is_saved)
+                if const_expr(self.raw):
+                    scores = [self.add(s, ptx.load_shared_128(own.bias + r * OWN_ROW)) for r, s in enumerate(scores)]
             nothing = (Int32(0),) * 4, (Float32(float("-inf")).bitcast(Int32),) * 4
             for r in range_constexpr(RATIO):
                 is_part = (taking >> r) & 1 != 0
@@ -550,9 +556,10 @@ class C4Kernel:
         phase = known.position & (RATIO - 1)
         for h in range_constexpr(2):
             value, score = ptx.load_shared_128(own.row + h * OWN_ROW), ptx.load_shared_128(own.row + (2 + h) * OWN_ROW)
-            biased = self.add(score, ptx.load_shared_128(own.bias + (phase + h * RATIO) * OWN_ROW))
+            if const_expr(not self.raw):
+                score = self.add(score, ptx.load_shared_128(own.bias + (phase + h * RATIO) * OWN_ROW))
             ptx.store_global_128(target + h * self.half, value, has_halves[h])
-            ptx.store_global_128(target + (2 + h) * self.half, biased, has_halves[h])
+            ptx.store_global_128(target + (2 + h) * self.half, score, has_halves[h])
 
     def add(self, a: Any, b: Any) -> Any:
         """fp32 sums, as words."""
@@ -578,6 +585,7 @@ class C4Key(KernelKey):
     fused        whether rows of the step come from its projections, and are saved
     through_l1   whether window rows may go through L1: faster where all of many rows are saved, slower elsewhere
     ring         whether pages of the state cache are rings
+    raw          whether it has scores without their bias
     others       see entry.EntryStore
     """
 
@@ -590,6 +598,7 @@ class C4Key(KernelKey):
     index_hadamard: bool = False
     through_l1: bool = False
     ring: bool = False
+    raw: bool = False
 
     @property
     def name(self) -> str:
@@ -601,6 +610,7 @@ class C4Key(KernelKey):
             self.e2m1_rounding,
             "l1" * self.through_l1,
             "ring" * self.ring,
+            "raw" * self.raw,
         )
         return "_".join(filter(None, (op, *options, "hadamard" * self.index_hadamard)))
 
@@ -622,7 +632,7 @@ class C4Key(KernelKey):
             self.kv_format, self.fp32_weight, self.e2m1_rounding, self.index_hadamard, self.arch
         )
         has_dependency = arch_number(self.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
-        kernel = C4Kernel(self.name, self.fused, self.through_l1, store, has_dependency, ring=self.ring)
+        kernel = C4Kernel(self.name, self.fused, self.through_l1, store, has_dependency, ring=self.ring, raw=self.raw)
         return kernel, (*tokens, *state, *step, *epilogue.fake_numbers(), Boolean(False), stream)
 
 
@@ -670,9 +680,10 @@ def _key(
     index_hadamard: bool,
     through_l1: bool,
     ring: bool = False,
+    raw: bool = False,
 ) -> C4Key:
     fields = epilogue.store_for(kv_format, fp32_weight, e2m1_rounding, index_hadamard)
-    return C4Key(arch_of(device_index), fused, **fields, through_l1=through_l1, ring=ring)
+    return C4Key(arch_of(device_index), fused, **fields, through_l1=through_l1, ring=ring, raw=raw)
 
 
 # ---- launch
@@ -753,7 +764,15 @@ def launch_fused(call: FusedCall, *, per_team: int | None = None, through_l1: bo
     ring = call.page_tokens > page_rows
     launch_key(
         _key(
-            device_index, True, call.kv_format, fp32_weight, call.e2m1_rounding, call.index_hadamard, through_l1, ring
+            device_index,
+            True,
+            call.kv_format,
+            fp32_weight,
+            call.e2m1_rounding,
+            call.index_hadamard,
+            through_l1,
+            ring,
+            call.raw_scores,
         ),
         device_index,
         call.slot_mapping,

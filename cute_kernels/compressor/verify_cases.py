@@ -151,6 +151,7 @@ def random_step(
     options: tuple[str, bool] = ("ties_to_lower", False),
     at_ends: bool = False,
     page_tokens: int = 0,
+    raw_scores: bool = False,
 ) -> dict[str, Any]:
     """Arguments of the fused op on the CPU: requests with so many tokens each behind prefixes of random lengths.
 
@@ -229,6 +230,7 @@ def random_step(
         "index_hadamard": options[1],
         "use_pdl": False,
         "page_tokens": page_tokens,
+        "raw_scores": raw_scores,
     }
 
 
@@ -299,9 +301,9 @@ def fused() -> Iterator[Example]:
     for lengths in (_MIXED, [1] * 40):
         for kv_format, hadamard in ((formats.FP8_DS_MLA.id, False), (formats.INDEXER_FP8.id, True)):
             ring: dict[str, Any] = {"state_rows": 8, "page_tokens": 16, "options": ("ties_to_lower", hadamard)}
-            a = random_step(kv_format, 4, lengths, len(lengths), longest_prefix=90, **ring)
+            a = random_step(kv_format, 4, lengths, len(lengths), longest_prefix=90, raw_scores=hadamard, **ring)
             yield _example(f"{kv_format}, ratio 4, rings, {len(lengths)} requests", a)
-        ring = {"state_rows": 128, "page_tokens": 256, "entry_rows": 2}
+        ring = {"state_rows": 128, "page_tokens": 256, "entry_rows": 2, "raw_scores": lengths[1] > 1}
         a = random_step(
             formats.FP8_DS_MLA.id,
             128,

@@ -64,8 +64,12 @@ def schema_args(a: dict[str, Any]) -> list[Any]:
         "index_hadamard",
         "use_pdl",
         "page_tokens",
+        "raw_scores",
     ]
-    given = {"min_restart": None, "keep_every": 0, "persist": "all", "use_pdl": False, "page_tokens": 0, **a}
+    given = {
+        "min_restart": None, "keep_every": 0, "persist": "all", "use_pdl": False, "page_tokens": 0,
+        "raw_scores": False, **a,
+    }  # fmt: skip
     return [*(given[n] for n in head), given["min_restart"], *(given[n] for n in tail)]
 
 
@@ -362,6 +366,22 @@ def test_rings_equal_one_shot(kind: Kind, rows: int, covered: int) -> None:
     assert first == n
     assert len(closed) == 2 * (n // kind.ratio)
     assert torch.equal(helpers.raw_bytes(scene.kv_cache), scene.entry_bytes(closed))
+
+
+@pytest.mark.usefixtures("validated")
+@pytest.mark.parametrize("kind", [SMALL, SMALL128, KINDS[0], KINDS[1]], ids=str)
+def test_raw_scores(kind: Kind) -> None:
+    """The same entries; the state cache has the projections themselves."""
+    n = 2 * kind.window + 3
+    scene = Scene(kind, [n])
+    for first, stop in ((0, 1), (1, kind.window + 1), (kind.window + 1, n)):
+        step = scene.step([(0, first, stop)])
+        run(scene, step, raw_scores=True)
+    assert torch.equal(helpers.raw_bytes(scene.kv_cache), scene.entry_bytes([(0, g) for g in range(n // kind.ratio)]))
+    for p in (0, 1, kind.window, n - 1):
+        page, row = divmod(scene.state_slot(0, p), scene.state_rows)
+        want = np.concatenate([scene.kv[0][p], scene.score[0][p]])
+        assert np.array_equal(scene.state_cache[page, row].numpy(), want)
 
 
 @pytest.mark.usefixtures("validated")

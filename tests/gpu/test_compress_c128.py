@@ -288,8 +288,10 @@ def test_rings(tokens: int, covered: int, per_cluster: Callable[[int], None]) ->
     per_cluster(tokens)
     ring = {"state_rows": 128, "page_tokens": covered, "entry_rows": 2}
     for lengths in ([1] * 40, [1, 300, 128, 2, 129]):
-        a = random_step("fp8_ds_mla/1", 128, lengths, 3, longest_prefix=900, at_ends=True, **ring)
-        check("fused", {name: a[name] for name in (*inputs(MIXED), "persist", "min_restart", "page_tokens")})
+        for raw in (False, True):
+            a = random_step("fp8_ds_mla/1", 128, lengths, 3, longest_prefix=900, at_ends=True, raw_scores=raw, **ring)
+            names = (*inputs(MIXED), "persist", "min_restart", "page_tokens", "raw_scores")
+            check("fused", {name: a[name] for name in names})
 
 
 def test_a_start_at_the_end_of_int32(per_cluster: Callable[[int], None]) -> None:

@@ -79,7 +79,11 @@ def test_random_steps(kind: Kind, state_rows: int) -> None:
 def test_rings(kind: Kind, ring: int, covered: int) -> None:
     options = {"state_rows": ring, "page_tokens": covered, "options": (kind.rounding, kind.turn)}
     for lengths in (LENGTHS, [1] * 50):
-        check(FUSED, random_step(kind.format_id, 4, lengths, ring, longest_prefix=300, **options))
+        for raw in (False, True):
+            a = random_step(kind.format_id, 4, lengths, ring, longest_prefix=300, raw_scores=raw, **options)
+            check(FUSED, a)
+            if ring == covered:
+                check(FUSED, {**a, "page_tokens": 0, "persist": "all", "min_restart": None})
 
 
 def on_cpu_copy(a: Arguments) -> Arguments:
