@@ -16,17 +16,12 @@ CONTEXT_PAGE = 256
 
 
 def entries_to_slots(
-    entries: torch.Tensor,
-    requests: torch.Tensor,
-    block_table: torch.Tensor,
-    rows_per_page: int,
-    rows_of_ring: int | None = None,
+    entries: torch.Tensor, requests: torch.Tensor, block_table: torch.Tensor, rows_per_page: int
 ) -> torch.Tensor:
     """Slots int64 of request-local entries (row numbers of a request's cache); -1 where there is none.
 
     entries and requests broadcast against each other. An entry is mapped iff it is >= 0, its request is a row of the
-    table, its page column lies inside the table and the table holds a page >= 0 there. A page may have fewer rows than
-    it covers, rows_of_ring: then they are a ring.
+    table, its page column lies inside the table and the table holds a page >= 0 there.
     """
     entries = entries.long()
     requests, entries = torch.broadcast_tensors(requests.long(), entries)
@@ -37,8 +32,7 @@ def entries_to_slots(
         return torch.full_like(entries, -1)
     zero = torch.zeros_like(column)
     page = block_table[requests.where(known, zero), column.where(known, zero)].long()
-    ring = rows_of_ring or rows_per_page
-    slot = page * ring + entries % ring
+    slot = page * rows_per_page + entries % rows_per_page
     return slot.where(known & (page >= 0), torch.full_like(slot, -1))
 
 

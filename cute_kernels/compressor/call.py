@@ -79,7 +79,7 @@ class FusedCall(NamedTuple):
     e2m1_rounding: str
     index_hadamard: bool
     use_pdl: bool
-    page_tokens: int = 0
+    cyclic_table: bool = False
     raw_scores: bool = False
 
 

@@ -484,14 +484,12 @@ def _check_fused(call: FusedCall) -> None:
     c.require(
         whole, "keep_every", f"0 or a positive multiple of compress_ratio = {call.compress_ratio}", call.keep_every
     )
-    rows = call.state_cache.shape[1]
-    if call.page_tokens != 0:
-        whole = call.page_tokens > 0 and call.page_tokens % rows == 0
-        c.require(whole, "page_tokens", f"0 or a positive multiple of the {rows} rows of a page", call.page_tokens)
+    if call.cyclic_table:
+        requests, columns = call.block_table.shape
         window = reference.window_rows(call.compress_ratio)
-        c.require(
-            rows >= window, "page_tokens", f"0, as a ring has at least {window} rows, not {rows}", call.page_tokens
-        )
+        held = columns * call.state_cache.shape[1]
+        expected = f"columns for {window} tokens or more, which a cyclic table has"
+        c.require(requests == 0 or held >= window, "block_table", expected, f"pages for {held}")
 
 
 def _cost_fused(call: FusedCall) -> Cost:
@@ -566,7 +564,7 @@ _fused = define_op(
     "Tensor query_start_loc, Tensor(a!) state_cache, Tensor slot_mapping, Tensor block_table, Tensor cos_sin_cache, "
     "Tensor(b!) kv_cache, Tensor kv_slot_mapping, Tensor rms_norm_weight, Tensor? min_restart, Tensor? fp8_scale, "
     "float rms_norm_eps, int compress_ratio, SymInt keep_every, str kv_format, str persist, str e2m1_rounding, "
-    "bool index_hadamard, bool use_pdl, SymInt page_tokens=0, "
+    "bool index_hadamard, bool use_pdl, bool cyclic_table=False, "
     "bool raw_scores=False) -> ()",
     FusedCall,
     check=_check_fused,
@@ -601,7 +599,7 @@ def fused_compress_norm_rope_store(
     e2m1_rounding: str = "ties_to_lower",
     fp8_scale: torch.Tensor | None = None,
     use_pdl: bool = False,
-    page_tokens: int = 0,
+    cyclic_table: bool = False,
     raw_scores: bool = False,
 ) -> None:
     """save_partial_states and compress_norm_rope_store in one op, with the same bytes in kv_cache.
@@ -640,9 +638,9 @@ def fused_compress_norm_rope_store(
     index_hadamard, e2m1_rounding, fp8_scale   as in compress_norm_rope_store
     use_pdl                start while the kernel before on the stream still runs (programmatic dependent launch), and
                            wait for it before anything but constants is read
-    page_tokens            0: a page of the block table holds as many tokens as it has rows. Else it covers so many, a
-                           multiple of its rows, which are a ring: position p is in row p mod rows. Slots of a step may
-                           then repeat where "window" does not save them
+    cyclic_table           whether columns of the block table come round again: position p is on the page of column
+                           (p // rows of a page) mod columns, so that a table holds the pages of a window only. Slots of
+                           a step may then repeat, where they are not saved
     raw_scores             whether the state cache holds scores without ape, which every row then gets when it is read
 
     Raises ValueError or TypeError on arguments that do not fit.
@@ -671,7 +669,7 @@ def fused_compress_norm_rope_store(
             e2m1_rounding,
             index_hadamard,
             use_pdl,
-            page_tokens,
+            cyclic_table,
             raw_scores,
         )
     )

@@ -314,9 +314,9 @@ class Request(NamedTuple):
 class State(NamedTuple):
     """The state cache and its block table; strides in bytes.
 
-    known         positions below it have a column in the table
-    requests      rows of the table
-    page_tokens   tokens that a page of it covers: more than its rows if those are a ring
+    known        positions below it have a column in the table
+    requests     rows of the table
+    cycle        columns of the table, which come round again in the kernel for cyclic tables
     """
 
     pool: Int64
@@ -328,7 +328,7 @@ class State(NamedTuple):
     table_stride: Int64
     known: Int32
     requests: Int32
-    page_tokens: cute.FastDivmodDivisorV2
+    cycle: cute.FastDivmodDivisorV2
 
 
 class Step(NamedTuple):
@@ -364,14 +364,14 @@ class Producer:
 
     fused      whether rows of the step come from kv_score, and are saved
     bars       how they reach the other warps
-    ring       whether pages of the state cache are rings
+    cyclic     whether columns of the block table come round again
     raw        whether it has scores without their bias
     """
 
-    def __init__(self, fused: bool, bars: Bars, ring: bool = False, raw: bool = False) -> None:
+    def __init__(self, fused: bool, bars: Bars, cyclic: bool = False, raw: bool = False) -> None:
         self.fused = fused
         self.bars = bars
-        self.ring = ring
+        self.cyclic = cyclic
         self.raw = raw
 
     @cute.jit
@@ -468,8 +468,8 @@ class Producer:
         at = position - Int64(behind)
         is_known = at < Int64(state.known)
         column, offset = divmod(Int32(at if is_known else Int64(0)), state.divisor)
-        if const_expr(self.ring):
-            column, _ = divmod(Int32(at if is_known else Int64(0)), state.page_tokens)
+        if const_expr(self.cyclic):
+            _, column = divmod(column, state.cycle)
         table = state.table + Int64(request) * state.table_stride
         page = ptx.load_global_s32_where(is_known, table + Int64(column) * 4)
         target, bias, is_saved = Int64(0), Int32(-1), Boolean(False)
@@ -688,7 +688,7 @@ class C128Kernel:
     has_dependency = True
 
     def __init__(
-        self, name: str, fused: bool, cluster: int, store: epilogue.EntryStore, ring: bool = False, raw: bool = False
+        self, name: str, fused: bool, cluster: int, store: epilogue.EntryStore, cyclic: bool = False, raw: bool = False
     ) -> None:
         self.name = name
         self.fused = fused
@@ -697,8 +697,8 @@ class C128Kernel:
         self.copy_bytes = copy_bytes(fused)
         self.store = store
         self.bars = Bars(LISTED, HEADED, TAKEN, PRODUCERS, CONSUMER_WARPS * 32, fused)
-        self.producer = Producer(fused, self.bars, ring, raw)
-        self.raw = raw
+        self.producer = Producer(fused, self.bars, cyclic, raw)
+        self.cyclic, self.raw = cyclic, raw
         self.mean = Mean(WRITTEN, READ)
 
     @cute.jit
@@ -717,7 +717,6 @@ class C128Kernel:
         block_table_stride: Int64,
         block_table_columns: Int32,
         block_table_rows: Int32,
-        page_tokens: Int32,
         kv_score: Int64,
         kv_stride: Int64,
         ape: Int64,
@@ -750,9 +749,9 @@ class C128Kernel:
             cute.fast_divmod_create_divisor_v2(state_page_rows),
             block_table,
             block_table_stride,
-            block_table_columns * page_tokens,
+            Int32(2**31 - 1) if const_expr(self.cyclic) else block_table_columns * state_page_rows,
             block_table_rows,
-            cute.fast_divmod_create_divisor_v2(page_tokens),
+            cute.fast_divmod_create_divisor_v2(cutlass.max(block_table_columns, 1)),
         )
         step = Step(kv_score, kv_stride, ape, ape_stride, starts, restart, window, by_entries)
         cache = epilogue.make_cache(
@@ -934,7 +933,7 @@ class C128Key(KernelKey):
 
     fused     whether rows of the step come from kv_score and are saved
     cluster   CTAs that share an entry: 2, 4 or 8
-    ring      whether pages of the state cache are rings
+    cyclic    whether columns of the block table come round again
     raw       whether it has scores without their bias
     others    see entry.EntryStore
     """
@@ -945,7 +944,7 @@ class C128Key(KernelKey):
     fp32_weight: bool = False
     fused: bool = False
     cluster: int = CLUSTERS[0]
-    ring: bool = False
+    cyclic: bool = False
     raw: bool = False
 
     @property
@@ -959,13 +958,13 @@ class C128Key(KernelKey):
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         slots = make_fake_tensor(Int64, (cute.sym_int(),), stride=(1,))
         tokens = (Int64(0), Int64(0), Int64(0), Int32(1))
-        state = (Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Int64(0), Int32(0), Int32(0), Int32(1))
+        state = (Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Int64(0), Int32(0), Int32(0))
         step = (*(Int64(0) for _ in range(6)), Int32(0), Int32(0))
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         op = "fused_compress" if self.fused else "compress"
         weight = "_fp32_weight" if self.fp32_weight else ""
         name = f"{op}_norm_rope_store_c128x{self.cluster}_{self.kv_format.split('/')[0]}{weight}"
-        name += "_ring" * self.ring + "_raw" * self.raw
+        name += "_cyclic" * self.cyclic + "_raw" * self.raw
         store = epilogue.EntryStore(self.kv_format, self.fp32_weight, "", False, self.arch)
         return self.make_kernel(name, store), (
             slots,
@@ -978,19 +977,19 @@ class C128Key(KernelKey):
         )
 
     def make_kernel(self, name: str, store: epilogue.EntryStore) -> Callable[..., None]:
-        return C128Kernel(name, self.fused, self.cluster, store, self.ring, self.raw)
+        return C128Kernel(name, self.fused, self.cluster, store, self.cyclic, self.raw)
 
 
 def key_for(
-    arch: str, kv_format: str, fp32_weight: bool, fused: bool, cluster: int, ring: bool = False, raw: bool = False
+    arch: str, kv_format: str, fp32_weight: bool, fused: bool, cluster: int, cyclic: bool = False, raw: bool = False
 ) -> C128Key:
     """The kernel with clusters of so many CTAs, or the portable one, which has none."""
     # it is made of parts of this module
     from cute_kernels.compressor.ratio128_portable import PortableC128Key
 
     if runs_on(arch):
-        return C128Key(arch, kv_format, fp32_weight, fused, cluster, ring, raw)
-    return PortableC128Key(arch, kv_format, fp32_weight, fused, ring=ring, raw=raw)
+        return C128Key(arch, kv_format, fp32_weight, fused, cluster, cyclic, raw)
+    return PortableC128Key(arch, kv_format, fp32_weight, fused, cyclic=cyclic, raw=raw)
 
 
 def deployment_keys(config: ModelConfig, tp: int, arch: str, fused: bool) -> list[C128Key]:
@@ -1028,10 +1027,10 @@ def _key(
     fp32_weight: bool,
     fused: bool,
     cluster: int,
-    ring: bool = False,
+    cyclic: bool = False,
     raw: bool = False,
 ) -> C128Key:
-    return key_for(arch_of(device_index), kv_format, fp32_weight, fused, cluster, ring, raw)
+    return key_for(arch_of(device_index), kv_format, fp32_weight, fused, cluster, cyclic, raw)
 
 
 # ---- launch
@@ -1056,15 +1055,13 @@ def why_not(call: CompressCall | FusedCall) -> str:
         return f"ratio {RATIO} needs entries of {HEAD_DIM} columns, {call.kv_format} has {columns}"
     if not _aligned(call.state_cache):
         return _unaligned("pages of state_cache", call.state_cache)
-    pages, rows, _ = call.state_cache.shape
-    tokens = getattr(call, "page_tokens", 0) or rows
-    for what, count, size in (("state_cache", pages, rows), ("block_table", call.block_table.shape[1], tokens)):
-        if count * size >= 2**31:
-            return f"{what} must name fewer than 2^31 rows, got {count} pages of {size}"
+    for what, rows in (("state_cache", call.state_cache.shape[0]), ("block_table", call.block_table.shape[1])):
+        if rows * call.state_cache.shape[1] >= 2**31:
+            return f"{what} must name fewer than 2^31 rows, got {rows} pages of {call.state_cache.shape[1]}"
     return epilogue.why_not(call.kv_cache, call.cos_sin_cache, call.rms_norm_weight, call.kv_format)
 
 
-def _state(state_cache: Any, block_table: Any, page_tokens: int = 0) -> tuple[int, ...]:
+def _state(state_cache: Any, block_table: Any) -> tuple[int, ...]:
     pages, page_rows, _ = state_cache.shape
     requests, columns = block_table.shape
     page_stride, table_stride = state_cache.stride(0) * 4, block_table.stride(0) * 4
@@ -1077,7 +1074,6 @@ def _state(state_cache: Any, block_table: Any, page_tokens: int = 0) -> tuple[in
         table_stride,
         columns,
         requests,
-        page_tokens or page_rows,
     )
 
 
@@ -1131,7 +1127,7 @@ def launch_fused(call: FusedCall, per_cluster: int | None = None, cluster: int |
         call.rms_norm_weight.element_size() == 4,
         True,
         cluster or ctas_per_entry(count),
-        call.page_tokens > call.state_cache.shape[1],
+        call.cyclic_table,
         call.raw_scores,
     )
     per_cluster = per_cluster or tokens_per_cluster(count, multiprocessors(device_index), key.cluster)
@@ -1143,7 +1139,7 @@ def launch_fused(call: FusedCall, per_cluster: int | None = None, cluster: int |
         call.token_to_req_indices.data_ptr(),
         call.kv_slot_mapping.data_ptr(),
         per_cluster,
-        *_state(call.state_cache, call.block_table, call.page_tokens),
+        *_state(call.state_cache, call.block_table),
         call.kv_score.data_ptr(),
         call.kv_score.stride(0) * 4,
         call.ape.data_ptr(),

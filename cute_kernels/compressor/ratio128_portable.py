@@ -57,11 +57,11 @@ class PortableC128Kernel(C128Kernel):
 
     threads = THREADS
 
-    def __init__(self, name: str, fused: bool, store: epilogue.EntryStore, arch: str, ring: bool, raw: bool) -> None:
+    def __init__(self, name: str, fused: bool, store: epilogue.EntryStore, arch: str, cyclic: bool, raw: bool) -> None:
         self.name, self.fused, self.store = name, fused, store
-        self.cluster = 1
+        self.cluster, self.cyclic = 1, cyclic
         self.has_dependency = arch_number(arch) >= ptx.DEPENDENT_LAUNCH_ARCH
-        self.producer = Producer(fused, Bars(MET, MET, MET, MET, 0, fused), ring, raw)
+        self.producer = Producer(fused, Bars(MET, MET, MET, MET, 0, fused), cyclic, raw)
 
     def ctas(self, count: Any, per_cluster: Any) -> Any:
         return count
@@ -118,8 +118,8 @@ class PortableC128Kernel(C128Kernel):
         at = own.position - Int64(behind)
         is_listed = at < Int64(state.known)
         column, offset = divmod(Int32(at if is_listed else Int64(0)), state.divisor)
-        if const_expr(self.producer.ring):
-            column, _ = divmod(Int32(at if is_listed else Int64(0)), state.page_tokens)
+        if const_expr(self.cyclic):
+            _, column = divmod(column, state.cycle)
         table = state.table + Int64(own.request) * state.table_stride
         page = ptx.load_global_s32_where(is_listed, table + Int64(column) * 4)
         is_cached = is_listed and page >= 0 and page < state.pages
@@ -191,4 +191,4 @@ class PortableC128Key(C128Key):
         return "ld.global.128", "ex2"
 
     def make_kernel(self, name: str, store: epilogue.EntryStore) -> Callable[..., None]:
-        return PortableC128Kernel(name, self.fused, store, self.arch, self.ring, self.raw)
+        return PortableC128Kernel(name, self.fused, store, self.arch, self.cyclic, self.raw)

@@ -102,7 +102,7 @@ class Tokens(NamedTuple):
 class State(NamedTuple):
     """The state cache and its block table, int32 [requests, columns]. Strides in bytes.
 
-    page_tokens   that a page of the table covers: more than its rows if those are a ring
+    cycle   columns of the table, which come round again in the kernel for cyclic tables
     """
 
     pool: Int64
@@ -114,7 +114,7 @@ class State(NamedTuple):
     table_stride: Int64
     requests: Int32
     columns: Int32
-    page_tokens: cute.FastDivmodDivisorV2
+    cycle: cute.FastDivmodDivisorV2
 
     def row(self, page: Any, row: Any, row_bytes: int) -> Any:
         """Address of a row of a page."""
@@ -254,7 +254,7 @@ class C4Kernel:
     the stream.
 
     early   what describes the step is read before the wait for the kernel ahead, which does not write it
-    ring    rows of a page are a ring: it covers more tokens than it has rows
+    cyclic  columns of the block table come round again
     raw     the state cache has scores without their bias"""
 
     def __init__(
@@ -265,7 +265,7 @@ class C4Kernel:
         store: epilogue.EntryStore,
         has_dependency: bool,
         early: bool = False,
-        ring: bool = False,
+        cyclic: bool = False,
         raw: bool = False,
     ) -> None:
         self.name = name
@@ -274,7 +274,7 @@ class C4Kernel:
         self.store = store
         self.has_dependency = has_dependency
         self.early = early and has_dependency and fused
-        self.ring = ring
+        self.cyclic = cyclic
         self.raw = raw
         self.lanes = store.dim // 4
         self.team = self.lanes // 32
@@ -296,7 +296,6 @@ class C4Kernel:
         state_page_stride: Int64,
         state_pages: Int32,
         state_page_rows: Int32,
-        page_tokens: Int32,
         kv_score: Int64,
         row_stride: Int64,
         ape: Int64,
@@ -331,7 +330,7 @@ class C4Kernel:
             stride_bytes(block_table, 0),
             length(block_table, 0),
             length(block_table, 1),
-            cute.fast_divmod_create_divisor_v2(page_tokens),
+            cute.fast_divmod_create_divisor_v2(cutlass.max(length(block_table, 1), 1)),
         )
         step = Step(kv_score, row_stride, ape, ape_stride, starts, min_restart, keep_every, save_all)
         cache = epilogue.make_cache(
@@ -440,8 +439,8 @@ class C4Kernel:
         """Page, and row of the page, of one row of the window of lane `source`'s token; eight lanes see to one each."""
         position = cute.arch.shuffle_sync(lanes.position, source) - (WINDOW - 1) + cute.arch.lane_idx() % WINDOW
         column, row = divmod(cutlass.max(position, 0), state.page_rows)
-        if const_expr(self.ring):
-            column, _ = divmod(cutlass.max(position, 0), state.page_tokens)
+        if const_expr(self.cyclic):
+            _, column = divmod(column, state.cycle)
         is_inside = is_wanted & (position >= 0) & (column < state.columns)
         # a token that closes an entry has a request
         start = state.table + Int64(cute.arch.shuffle_sync(lanes.request, source)) * state.table_stride
@@ -584,7 +583,7 @@ class C4Key(KernelKey):
 
     fused        whether rows of the step come from its projections, and are saved
     through_l1   whether window rows may go through L1: faster where all of many rows are saved, slower elsewhere
-    ring         whether pages of the state cache are rings
+    cyclic       whether columns of the block table come round again
     raw          whether it has scores without their bias
     others       see entry.EntryStore
     """
@@ -597,7 +596,7 @@ class C4Key(KernelKey):
     e2m1_rounding: str = ""
     index_hadamard: bool = False
     through_l1: bool = False
-    ring: bool = False
+    cyclic: bool = False
     raw: bool = False
 
     @property
@@ -609,7 +608,7 @@ class C4Key(KernelKey):
             "fp32w" * self.fp32_weight,
             self.e2m1_rounding,
             "l1" * self.through_l1,
-            "ring" * self.ring,
+            "cyclic" * self.cyclic,
             "raw" * self.raw,
         )
         return "_".join(filter(None, (op, *options, "hadamard" * self.index_hadamard)))
@@ -625,14 +624,16 @@ class C4Key(KernelKey):
         slots = make_fake_tensor(Int64, (cute.sym_int(),), stride=(1,))
         table = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
         tokens = slots, Int64(0), Int64(0), Int64(0), Int32(1)
-        state = table, Int64(0), Int64(0), Int32(0), Int32(1), Int32(1)
+        state = table, Int64(0), Int64(0), Int32(0), Int32(1)
         step = Int64(0), Int64(0), Int64(0), Int64(0), Int64(0), Int64(0), Int64(0), Int32(0)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         store = epilogue.EntryStore(
             self.kv_format, self.fp32_weight, self.e2m1_rounding, self.index_hadamard, self.arch
         )
         has_dependency = arch_number(self.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
-        kernel = C4Kernel(self.name, self.fused, self.through_l1, store, has_dependency, ring=self.ring, raw=self.raw)
+        kernel = C4Kernel(
+            self.name, self.fused, self.through_l1, store, has_dependency, cyclic=self.cyclic, raw=self.raw
+        )
         return kernel, (*tokens, *state, *step, *epilogue.fake_numbers(), Boolean(False), stream)
 
 
@@ -679,11 +680,11 @@ def _key(
     e2m1_rounding: str,
     index_hadamard: bool,
     through_l1: bool,
-    ring: bool = False,
+    cyclic: bool = False,
     raw: bool = False,
 ) -> C4Key:
     fields = epilogue.store_for(kv_format, fp32_weight, e2m1_rounding, index_hadamard)
-    return C4Key(arch_of(device_index), fused, **fields, through_l1=through_l1, ring=ring, raw=raw)
+    return C4Key(arch_of(device_index), fused, **fields, through_l1=through_l1, cyclic=cyclic, raw=raw)
 
 
 # ---- launch
@@ -710,7 +711,7 @@ def why_not(call: CompressCall | FusedCall) -> str:
     columns = call.block_table.shape[1]
     for name, count in (
         ("state_cache", pages * rows),
-        ("block_table", columns * (getattr(call, "page_tokens", 0) or rows)),
+        ("block_table", columns * rows),
         ("cos_sin_cache", call.cos_sin_cache.shape[0]),
     ):
         if count >= LARGEST_INDEX:
@@ -743,7 +744,6 @@ def launch_compress(call: CompressCall, *, per_team: int | None = None, through_
         call.state_cache.stride(0) * 4,
         pages,
         page_rows,
-        page_rows,
         *_NO_STEP,
         *epilogue.numbers(call.kv_cache, call.cos_sin_cache, call.rms_norm_weight, call.fp8_scale, call.rms_norm_eps),
         False,
@@ -761,7 +761,6 @@ def launch_fused(call: FusedCall, *, per_team: int | None = None, through_l1: bo
         through_l1 = save_all and not is_decode(count, requests)
     fp32_weight = call.rms_norm_weight.element_size() == 4
     pages, page_rows, _ = call.state_cache.shape
-    ring = call.page_tokens > page_rows
     launch_key(
         _key(
             device_index,
@@ -771,7 +770,7 @@ def launch_fused(call: FusedCall, *, per_team: int | None = None, through_l1: bo
             call.e2m1_rounding,
             call.index_hadamard,
             through_l1,
-            ring,
+            call.cyclic_table,
             call.raw_scores,
         ),
         device_index,
@@ -785,7 +784,6 @@ def launch_fused(call: FusedCall, *, per_team: int | None = None, through_l1: bo
         call.state_cache.stride(0) * 4,
         pages,
         page_rows,
-        call.page_tokens or page_rows,
         call.kv_score.data_ptr(),
         call.kv_score.stride(0) * 4,
         call.ape.data_ptr(),

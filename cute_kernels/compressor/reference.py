@@ -121,14 +121,12 @@ def windows_of(call: CompressCall | FusedCall, tokens: torch.Tensor) -> Windows:
         here = tokens[:, None] + reach
         first = of_request(call.query_start_loc[:-1], requests)
         step_rows = here.where((here >= first[:, None]) & (rows >= 0), step_rows)
-    slots = entries_to_slots(rows, requests[:, None], call.block_table, *_page_of(call))
+    page_rows = call.state_cache.shape[1]
+    where = rows
+    if isinstance(call, FusedCall) and call.cyclic_table:
+        where = (rows % max(call.block_table.shape[1] * page_rows, 1)).where(rows >= 0, rows)
+    slots = entries_to_slots(where, requests[:, None], call.block_table, page_rows)
     return Windows(tokens, rows, step_rows, slots)
-
-
-def _page_of(call: CompressCall | FusedCall) -> tuple[int, int]:
-    """Tokens that a page of the block table covers, and its rows."""
-    rows = call.state_cache.shape[1]
-    return (getattr(call, "page_tokens", 0) or rows), rows
 
 
 def readable_windows(call: CompressCall | FusedCall, tokens: torch.Tensor) -> Windows:

@@ -234,7 +234,7 @@ class InsertCompressKernel:
             stride_bytes(block_table, 0),
             length(block_table, 1) * state_page_rows,
             length(block_table, 0),
-            page_divisor,
+            page_divisor,  # of cyclic tables alone
         )
         step = Step(kv_score, row_stride, ape, ape_stride, starts, restart, window, Int32(0))
         cache = epilogue.make_cache(

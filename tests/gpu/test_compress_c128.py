@@ -283,14 +283,14 @@ def test_rows_that_the_window_mode_keeps(tokens: int, with_restart: bool, per_cl
 
 
 @pytest.mark.parametrize("tokens", [3, 128, 300])
-@pytest.mark.parametrize("covered", [128, 512, 2**20])
-def test_rings(tokens: int, covered: int, per_cluster: Callable[[int], None]) -> None:
+@pytest.mark.parametrize(("state_rows", "columns"), [(128, 1), (128, 2), (48, 3)])
+def test_rings(tokens: int, state_rows: int, columns: int, per_cluster: Callable[[int], None]) -> None:
     per_cluster(tokens)
-    ring = {"state_rows": 128, "page_tokens": covered, "entry_rows": 2}
+    ring = {"state_rows": state_rows, "columns": columns, "entry_rows": 2}
     for lengths in ([1] * 40, [1, 300, 128, 2, 129]):
         for raw in (False, True):
             a = random_step("fp8_ds_mla/1", 128, lengths, 3, longest_prefix=900, at_ends=True, raw_scores=raw, **ring)
-            names = (*inputs(MIXED), "persist", "min_restart", "page_tokens", "raw_scores")
+            names = (*inputs(MIXED), "persist", "min_restart", "cyclic_table", "raw_scores")
             check("fused", {name: a[name] for name in names})
 
 

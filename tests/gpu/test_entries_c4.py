@@ -74,16 +74,14 @@ def test_random_steps(kind: Kind, state_rows: int) -> None:
     check(FUSED, a)
 
 
-@pytest.mark.parametrize(("ring", "covered"), [(8, 8), (8, 256), (12, 24), (16, 4096)])
+@pytest.mark.parametrize(("state_rows", "columns"), [(4, 2), (4, 4), (3, 5), (8, 1)])
 @pytest.mark.parametrize("kind", KINDS_4, ids=str)
-def test_rings(kind: Kind, ring: int, covered: int) -> None:
-    options = {"state_rows": ring, "page_tokens": covered, "options": (kind.rounding, kind.turn)}
+def test_rings(kind: Kind, state_rows: int, columns: int) -> None:
+    options = {"state_rows": state_rows, "columns": columns, "options": (kind.rounding, kind.turn)}
     for lengths in (LENGTHS, [1] * 50):
         for raw in (False, True):
-            a = random_step(kind.format_id, 4, lengths, ring, longest_prefix=300, raw_scores=raw, **options)
+            a = random_step(kind.format_id, 4, lengths, columns, longest_prefix=300, raw_scores=raw, **options)
             check(FUSED, a)
-            if ring == covered:
-                check(FUSED, {**a, "page_tokens": 0, "persist": "all", "min_restart": None})
 
 
 def on_cpu_copy(a: Arguments) -> Arguments:
