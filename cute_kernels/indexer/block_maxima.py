@@ -214,7 +214,7 @@ def launch(call: SelectBlocksCall) -> None:
     if rows == 0:
         return
     arch = arch_of(out.device.index)
-    if block_picks.takes(arch, logits.shape[1], out.shape[1]):
+    if block_picks.takes(arch, rows, logits.shape[1], out.shape[1]):
         block_picks.launch(call, arch)
         return
     maxima = maxima_of(call)

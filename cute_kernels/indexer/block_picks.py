@@ -519,10 +519,14 @@ def keys_of(arch: str) -> list[BlockPicksKey]:
     return [BlockPicksKey(arch, role) for role in ROLES] if arch in ARCHS else []
 
 
-def takes(arch: str, columns: int, selected: int) -> bool:
-    """Whether these kernels take rows of so many scores."""
-    blocks = -(-columns // CANDIDATE_BLOCK)
-    return arch in ARCHS and LONG_BLOCKS <= blocks <= STREAMED.places and selected <= topk_select.MOST_PICKS
+LEAST_ROWS = 16
+"""Of a call: clusters pick among the maxima of fewer rows faster (perf/log/candidates.md)."""
+
+
+def takes(arch: str, rows: int, columns: int, selected: int) -> bool:
+    """Whether these kernels take so many rows of so many scores."""
+    is_long = LONG_BLOCKS <= -(-columns // CANDIDATE_BLOCK) <= STREAMED.places
+    return arch in ARCHS and rows >= LEAST_ROWS and is_long and selected <= topk_select.MOST_PICKS
 
 
 def launch(call: SelectBlocksCall, arch: str) -> None:

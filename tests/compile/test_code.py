@@ -406,7 +406,7 @@ def maxima_of_blocks() -> Iterator[Row]:
 
 def picks_of_blocks() -> Iterator[Row]:
     bound, marks, picks = block_picks.keys_of(HOPPER)
-    found = {r"redux\.sync\.add": 1, r"red\.relaxed\.cta\.shared\.add\.u32": 1}
+    found = {r"redux\.sync\.add": 2, r"red\.relaxed\.cta\.shared\.add\.u32": 2}
     yield Row(bound, 64, found | waits(HOPPER), absent=DIVISIONS, threads=block_picks.BOUND_THREADS)
     # loads of scores do not wait for the bound
     ahead = r"\bLDG\.E\.128", r"\bACQBULK"

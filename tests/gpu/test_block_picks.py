@@ -9,7 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cute_kernels.indexer import chunks
+pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+
+from cute_kernels.indexer import block_picks, chunks
 from cute_kernels.indexer.ops import select_candidate_blocks, select_candidate_blocks_workspace_size
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 
@@ -27,6 +29,7 @@ Pattern = Callable[[torch.Tensor], torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_picks, "LEAST_ROWS", 1)
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
 
 

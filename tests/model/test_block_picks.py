@@ -131,8 +131,9 @@ def test_rows_of_any_length() -> None:
 
 
 def test_what_takes_rows() -> None:
-    assert block_picks.takes("sm_90a", 8 * LONG_BLOCKS, 2048)
-    assert not block_picks.takes("sm_90a", 8 * LONG_BLOCKS - 8, 2048)
-    assert not block_picks.takes("sm_90a", 8 * STREAMED.places + 1, 2048)
-    assert not block_picks.takes("sm_100a", 8 * LONG_BLOCKS, 2048)
+    assert block_picks.takes("sm_90a", 16, 8 * LONG_BLOCKS, 2048)
+    assert not block_picks.takes("sm_90a", 15, 8 * LONG_BLOCKS, 2048)
+    assert not block_picks.takes("sm_90a", 16, 8 * LONG_BLOCKS - 8, 2048)
+    assert not block_picks.takes("sm_90a", 16, 8 * STREAMED.places + 1, 2048)
+    assert not block_picks.takes("sm_100a", 16, 8 * LONG_BLOCKS, 2048)
     assert BlockPicksKey("sm_90a", "picks").smem_bytes == PickRole.smem_bytes

@@ -287,11 +287,35 @@ def prefetch_candidates(
     ptx.prefetch_l2(cache.candidates + Int64(row) * cache.stride + Int64(line) * LINE, (row < rows) & is_last)
 
 
+@cute.jit
+def prefetch_tables(groups: RowGroups, windows: CandidateWindows, cache: CandidateCache) -> None:
+    """Have L2 fetch the block tables, as far as the requests' first rows see keys and there is a thread a line: pages
+    are looked up one by one, all over the table."""
+    keys = cache.keys
+    thread, threads = cute.arch.thread_idx()[0], cute.arch.block_dim()[0]
+    number, per_row = cute.arch.block_idx()[0] * threads + thread, cute.ceil_div(keys.table_columns, LINE // 4)
+    request, line = number // per_row, number % per_row
+    is_there = request < groups.requests
+    end = ptx.load_global_s32_where(is_there, windows.end_address(request, 0), is_shared=True)
+    page_rows = keys.page_boxes.divisor * CANDIDATE_BLOCK
+    is_seen = Int64(line * (LINE // 4)) * Int64(page_rows) < Int64(cutlass.min(end, windows.limit))
+    ptx.prefetch_l2(keys.table + Int64(request) * keys.table_stride + Int64(line) * LINE, is_there & is_seen)
+
+
 @dataclass(frozen=True)
 class CandidateConfig(LogitsConfig):
     """Of FP8 keys that a warp's lanes copy."""
 
     fences_keys: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class CandidateMxfp4Config(Mxfp4Config):
+    """Of MXFP4 keys that a warp's lanes copy. Boxes come from anywhere in memory, so more of them are under way: two
+    tiles of a producer that wait for their scales to be looked at, and six that it has stages for."""
+
+    stages: ClassVar[int] = 18
+    behind: ClassVar[int] = 2
 
 
 class CandidateLogitsKernel:
@@ -438,6 +462,8 @@ class CandidateLogitsKernel:
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.paged):
+            prefetch_tables(groups, windows, cache)
         warps = config.threads // WARP
         scheduler = TileScheduler(config.rows, warps, self.paged, config.keys, groups, windows, smem.counts)
         if groups.total() > WARP:
@@ -498,7 +524,8 @@ class CandidateLogitsKey(KernelKey):
 
     @property
     def config(self) -> Any:
-        return (Mxfp4Config if self.mxfp4 else CandidateConfig)(self.heads, 1, CANDIDATE_BLOCK)
+        config = CandidateMxfp4Config if self.mxfp4 else CandidateConfig
+        return config(self.heads, 1, CANDIDATE_BLOCK)
 
     @property
     def smem_bytes(self) -> int:
