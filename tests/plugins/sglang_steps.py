@@ -102,8 +102,8 @@ def make_backend(kind: Any, world: World) -> Any:
 
 def caches(pool: Any) -> list[torch.Tensor]:
     """States of the three compressors, then compressed entries and index keys, as bytes."""
-    states = (pool.get_attention_compress_states(1), pool.get_indexer_compress_states(1))
-    states = (*states, pool.get_attention_compress_states(2))
+    of_ratio_4 = pool.get_attention_compress_states(1), pool.get_indexer_compress_states(1)
+    states = (*of_ratio_4, pool.get_attention_compress_states(2))
     found = [state.kv_score_buffer.kv_score for state in states]
     pages = [pool.get_extra_key_buffer(1), pool.get_extra_key_buffer(2), pool.get_index_k_with_scale_buffer(layer_id=1)]
     return [*found, *(each.view(torch.uint8) for each in pages)]

@@ -350,14 +350,14 @@ class Rings:
 class Decode(NamedTuple):
     compress_ratio: int
     plan_d: torch.Tensor
-    is_decode = True
+    is_decode: bool = True
 
 
 class Prefill(NamedTuple):
     compress_ratio: int
     plan_c: torch.Tensor
     plan_w: torch.Tensor
-    is_decode = False
+    is_decode: bool = False
 
 
 @pytest.mark.parametrize(("ratio", "of_indexer"), [(4, False), (4, True), (128, False)])
