@@ -428,7 +428,6 @@ def test_the_compressor_reads_plans(engine: SimpleNamespace, ratio: int, of_inde
         done = [b for _, b in spans]
     assert min(done) > 2 * rings.window
     assert not hasattr(backend, "done")
-    # a plan is read once for all layers of a step
     for r, n in enumerate(done):
         for p in range(n - 1, n // ratio * ratio - (4 if ratio == 4 else 0) - 1, -1):
             assert torch.equal(states[rings.slot(r, p)], history[r, p]), (r, p)
@@ -444,6 +443,30 @@ def test_the_compressor_reads_plans(engine: SimpleNamespace, ratio: int, of_inde
         index_hadamard=of_indexer,
     )  # fmt: skip
     assert torch.equal(caches[0], caches[1])
+
+
+def test_a_plan_is_read_once_for_all_layers_of_a_step(engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass begins where layers begin again, also if the engine writes its next plan into the same memory; a captured
+    graph reads the plan itself."""
+    reads: list[int] = []
+    monkeypatch.setattr(plugin, "read_plan", lambda plan, ratio, rows: reads.append(ratio))
+    states, first, second = plugin.States(), Decode(4, torch.zeros(1, 16)), Decode(4, torch.zeros(1, 16))
+    for plan, layer, of_indexer, is_in_graph, read in (
+        (first, 2, False, False, True),
+        (first, 2, True, False, True),  # on another stream
+        (first, 4, False, False, False),
+        (first, 4, True, False, False),
+        (first, 6, False, True, True),
+        (first, 8, False, True, False),
+        (first, 2, False, True, True),
+        (first, 4, False, True, False),
+        (second, 6, False, True, True),
+    ):
+        reads.clear()
+        monkeypatch.setattr(plugin, "is_capturing", lambda now=is_in_graph: now)
+        states.layer = layer
+        states._step(plan, 4, of_indexer, 1)
+        assert bool(reads) == read, (layer, of_indexer, is_in_graph)
 
 
 def test_other_states_are_the_engines(engine: SimpleNamespace) -> None:
