@@ -564,8 +564,8 @@ _fused = define_op(
     "Tensor query_start_loc, Tensor(a!) state_cache, Tensor slot_mapping, Tensor block_table, Tensor cos_sin_cache, "
     "Tensor(b!) kv_cache, Tensor kv_slot_mapping, Tensor rms_norm_weight, Tensor? min_restart, Tensor? fp8_scale, "
     "float rms_norm_eps, int compress_ratio, SymInt keep_every, str kv_format, str persist, str e2m1_rounding, "
-    "bool index_hadamard, bool use_pdl, bool cyclic_table=False, "
-    "bool raw_scores=False) -> ()",
+    "bool index_hadamard, bool use_pdl, bool cyclic_table, "
+    "bool raw_scores) -> ()",
     FusedCall,
     check=_check_fused,
     reference=reference.fused_compress_norm_rope_store,

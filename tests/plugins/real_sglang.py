@@ -2,10 +2,11 @@
 """SGLang's own modules on a CPU with the plug-in over them: `python -m tests.plugins.real_sglang` in an environment of
 scripts/test_engines.sh; with the argument cuda on a GPU.
 
-They are imported, and have the plug-in's class, function and head count where they use them. Then the backend's own
-attention, over caches and metadata made by hand, runs the same rows as a decode and as a sparse prefill, and the
-backend's own indexer, with scores and top-k by torch, picks the same entries as the plug-in's. On a GPU the backend
-without the plug-in runs the same, by FlashMLA's kernels: of its own package or of vLLM's.
+They are imported, and have the plug-in's class, function and head count where they use them. The backend, made by its
+constructor, runs steps with its own metadata (sglang_steps.py). Then its attention, over caches and metadata made by
+hand, runs the same rows as a decode and as a sparse prefill, and its indexer, with scores and top-k by torch, picks the
+same entries as the plug-in's. On a GPU the backend without the plug-in runs the same, by FlashMLA's kernels: of its own
+package or of vLLM's.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 from tests.plugins import stubs
 from tests.plugins.fake_vllm import draw
+from tests.plugins.sglang_steps import check_steps, plan_by_hand
 
 ROWS, HEADS, SWA_ROWS, ENTRIES = 5, 8, 256, 64
 """Rows and heads of a step, and rows of a page of each cache: records of 584 bytes in pages of multiples of 576."""
@@ -51,8 +53,27 @@ def main(device: str = "cpu") -> None:
     sglang.State.serves = True
     assert model.MQALayer._kernel_num_heads(layer, 1) == 8
     with torch.no_grad(), torch.device(device):
+        run_steps(backend, sglang.Backend, device)
         check(backend, kernels, sglang.Backend)
     print(f"sglang: modules were patched, attention ran: {', '.join(sglang.PLUGIN.said)}")
+
+
+def run_steps(module: Any, mixin: type, device: str) -> None:
+    """By the engine's constructors, without a configuration of a server."""
+    context = importlib.import_module("sglang.srt.runtime_context")
+    arguments = importlib.import_module("sglang.srt.server_args").ServerArgs
+    context._CONTEXT.set_server_args(arguments(model_path="none"))
+    kind = module.DeepseekV4AttnBackend
+    kinds = [kind, kind.__mro__[kind.__mro__.index(mixin) + 1]]
+    if device == "cpu":
+        # it has kernels and a planner on GPUs alone, and its prefill a gather
+        module.is_cuda = lambda: True
+        module._create_flashmla_metadata = lambda: None
+        module.create_paged_compressor_data = plan_by_hand
+        kind._use_sparse_prefill = lambda self, *args, **kwargs: False
+    check_steps(kinds if device == "cuda" else kinds[:1], device, 64 if device == "cuda" else HEADS)
+    if device == "cpu":
+        del kind._use_sparse_prefill
 
 
 def take_vllms_kernels() -> None:

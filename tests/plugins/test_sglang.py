@@ -303,20 +303,20 @@ def test_methods_have_the_engines_arguments() -> None:
 
 
 PAGE = 16
-"""Tokens of a page of the window's cache here."""
+"""Tokens of a page of the window's cache."""
 
 
 class Rings:
     """Where the engine keeps states: of ratio 4 in rings of the pages of the window's cache, of ratio 128 in rings of
     requests; and its planner, row by row. Slots and groups of rows as c_plan.cuh has them."""
 
-    def __init__(self, ratio: int, ring: int, requests: int, tokens: int) -> None:
+    def __init__(self, ratio: int, ring: int, table: torch.Tensor, page: int, numbers: Any = range(100)) -> None:
         self.ratio, self.ring, self.window = ratio, ring, 8 if ratio == 4 else 128
-        self.table = torch.randperm(requests * (tokens // PAGE + 1), generator=generator(7)).view(requests, -1)
-        self.rows = (self.table.numel() if ratio == 4 else requests) * ring
+        self.table, self.page, self.numbers = table, page, numbers
+        self.rows = (table.numel() if ratio == 4 else len(table)) * ring
 
     def slot(self, request: int, position: int) -> int:
-        page = int(self.table[request, position // PAGE]) if self.ratio == 4 else request
+        page = int(self.table[request, position // self.page] if self.ratio == 4 else self.numbers[request])
         return page * self.ring + position % self.ring
 
     def groups(self, request: int, position: int) -> tuple[int, int]:
@@ -338,7 +338,7 @@ class Rings:
                     older = self.window - min(j + 1, self.window)
                     groups = self.groups(request, position) if older else (-1, request)
                     closing.append((position + 1, row | older << 16, *groups))
-                if position >= kept or (self.ratio == 4 and position % PAGE >= PAGE - 4):
+                if position >= kept or (self.ratio == 4 and position % self.page >= self.page - 4):
                     saving.append((row, self.slot(request, position)))
                 row += 1
         closing = [*reversed(closing), *[(-1, 0, -1, -1)] * padding]
@@ -350,14 +350,14 @@ class Rings:
 class Decode(NamedTuple):
     compress_ratio: int
     plan_d: torch.Tensor
-    is_decode = True
+    is_decode: bool = True
 
 
 class Prefill(NamedTuple):
     compress_ratio: int
     plan_c: torch.Tensor
     plan_w: torch.Tensor
-    is_decode = False
+    is_decode: bool = False
 
 
 @pytest.mark.parametrize(("ratio", "of_indexer"), [(4, False), (4, True), (128, False)])
@@ -366,7 +366,8 @@ def test_the_compressor_reads_plans(engine: SimpleNamespace, ratio: int, of_inde
     """Chunks, tokens and drafted tokens, some of which are run again: the entries of one long step without rings, and
     in the rings what the engine has, projections without their bias."""
     requests, tokens = 3, 300 if ratio == 128 else 90
-    rings = Rings(ratio, (2 if drafts else 1) * (8 if ratio == 4 else 128), requests, tokens)
+    table = torch.randperm(requests * (tokens // PAGE + 1), generator=generator(7)).view(requests, -1)
+    rings = Rings(ratio, (2 if drafts else 1) * (8 if ratio == 4 else 128), table, PAGE)
     fmt: Any = formats.INDEXER_FP8 if of_indexer else formats.FP8_DS_MLA
     dim, g = fmt.dim, generator(ratio + drafts)
     width = dim * (2 if ratio == 4 else 1)
@@ -427,7 +428,6 @@ def test_the_compressor_reads_plans(engine: SimpleNamespace, ratio: int, of_inde
         done = [b for _, b in spans]
     assert min(done) > 2 * rings.window
     assert not hasattr(backend, "done")
-    # a plan is read once for all layers of a step
     for r, n in enumerate(done):
         for p in range(n - 1, n // ratio * ratio - (4 if ratio == 4 else 0) - 1, -1):
             assert torch.equal(states[rings.slot(r, p)], history[r, p]), (r, p)
@@ -443,6 +443,30 @@ def test_the_compressor_reads_plans(engine: SimpleNamespace, ratio: int, of_inde
         index_hadamard=of_indexer,
     )  # fmt: skip
     assert torch.equal(caches[0], caches[1])
+
+
+def test_a_plan_is_read_once_for_all_layers_of_a_step(engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass begins where layers begin again, also if the engine writes its next plan into the same memory; a captured
+    graph reads the plan itself."""
+    reads: list[int] = []
+    monkeypatch.setattr(plugin, "read_plan", lambda plan, ratio, rows: reads.append(ratio))
+    states, first, second = plugin.States(), Decode(4, torch.zeros(1, 16)), Decode(4, torch.zeros(1, 16))
+    for plan, layer, of_indexer, is_in_graph, read in (
+        (first, 2, False, False, True),
+        (first, 2, True, False, True),  # on another stream
+        (first, 4, False, False, False),
+        (first, 4, True, False, False),
+        (first, 6, False, True, True),
+        (first, 8, False, True, False),
+        (first, 2, False, True, True),
+        (first, 4, False, True, False),
+        (second, 6, False, True, True),
+    ):
+        reads.clear()
+        monkeypatch.setattr(plugin, "is_capturing", lambda now=is_in_graph: now)
+        states.layer = layer
+        states._step(plan, 4, of_indexer, 1)
+        assert bool(reads) == read, (layer, of_indexer, is_in_graph)
 
 
 def test_other_states_are_the_engines(engine: SimpleNamespace) -> None:
