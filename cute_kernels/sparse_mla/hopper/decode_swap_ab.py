@@ -126,8 +126,8 @@ THREADS = WARPGROUPS * 128
 SOFTMAX_BARRIER = 3
 """Of the first softmax warpgroup; the second one's comes next. 1 and 2 are prefill_swap_ab.py's."""
 
-SOFTMAX_REGISTERS, PV_REGISTERS, PRODUCER_REGISTERS = 160, 144, 48
-"""Per thread, in steps of 8; all four warpgroups together have 512, what they are launched with."""
+SOFTMAX_REGISTERS, PV_REGISTERS, PRODUCER_REGISTERS = 152, 144, 56
+"""Per thread, in steps of 8; all four warpgroups together have 504 of the 512 that they are launched with."""
 
 RELEASED = 2
 """Slabs that are dequantized before the one that is loaded last: until its words are there others are under way."""
