@@ -355,9 +355,7 @@ class Producer:
         return self.config.parts[0].pieces != self.config.parts[1].pieces
 
     @cute.jit
-    def copy_tile_async(
-        self, is_valid: Any, source: Any, header: Any, number: Any, piece: Any, is_first: Any
-    ) -> None:
+    def copy_tile_async(self, is_valid: Any, source: Any, header: Any, number: Any, piece: Any, is_first: Any) -> None:
         """Start to copy the cluster's tile of that number, once its stages are empty, which begin with that of the
         piece. is_first: of the first list"""
         warp = cute.arch.make_warp_uniform(self.thread // 32)

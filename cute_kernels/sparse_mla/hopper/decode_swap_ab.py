@@ -11,14 +11,16 @@ each CTA adds up half of the columns of O (`Combination`). Keys come in tiles of
 
     indices  gmem --> producer (index, then page and row of each key of a tile)
     records  gmem --bulk copy--> raw ring [4 stages of 32 keys] --dequantizer--> K in registers --wgmma--> S^T
-    scales   gmem --cp.async---> scale, same stages, of fp8_ds_mla  |                                      v softmax
+    scales   gmem --cp.async---> scale, same stages, of fp8_ds_mla  |  (of NVFP4 64 keys a stage)          v softmax
     Q        gmem --cp.async--> q ---------------------------------------------------------wgmma--> S^T   p [2]
                                                                     +-----> KV ring [2 tiles] --------wgmma--> O^T
     out      gmem <---------------------------------------------------------------------------------------------+
 
     barrier   full                                      empty                        waits for full, for empty
-    fp8       all bytes of 32 keys' records and the     dequantizer has loaded       dequantizer, producer
-              tile's header are there                   them
+    tile      all bytes of a tile's records and its     none: fp8's                  dequantizer
+              header are there, of 8 tiles
+    fp8       none: tile's                              dequantizer has loaded a     -, producer
+                                                        stage
     kv        none: p's                                 PV is done with a tile       -, dequantizer
     p         a warpgroup has stored a tile's P, and    PV is done with it           PV, softmax
               before that its V
@@ -112,8 +114,8 @@ WHOLE = {
     NVFP4_V41.id: RecordPart(288, 288, 0, NVFP4_V41.data_bytes, 288, 0, 288, STAGE_BYTES, pieces=1),
 }
 """Records by format, as a CTA has the whole of them. Loads of rows meet in no bank: of PITCH, 16 bytes of two rows at a
-time; of 288 bytes, 8 of four. A stage has room for half a tile, or for all of one in NVFP4: so four of these are on
-their way at once, with two of which a tile would take 1900 cycles, whatever else there is to do."""
+time; of 288 bytes, 8 of four. A stage has room for half a tile, or for all of one in NVFP4, of which four are on their
+way: with two, tiles come every 1900 cycles at most, even if nothing is multiplied, dequantized or stored."""
 
 ROUND_LOG2 = (HEADERS // PING_PONG).bit_length() - 1
 """Of a softmax warpgroup's tiles, from one header to the same one again."""
@@ -124,8 +126,8 @@ THREADS = WARPGROUPS * 128
 SOFTMAX_BARRIER = 3
 """Of the first softmax warpgroup; the second one's comes next. 1 and 2 are prefill_swap_ab.py's."""
 
-SOFTMAX_REGISTERS, PV_REGISTERS, PRODUCER_REGISTERS = 160, 144, 48
-"""Per thread, in steps of 8; all four warpgroups together have 512, what they are launched with."""
+SOFTMAX_REGISTERS, PV_REGISTERS, PRODUCER_REGISTERS = 152, 144, 56
+"""Per thread, in steps of 8; all four warpgroups together have 504 of the 512 that they are launched with."""
 
 RELEASED = 2
 """Slabs that are dequantized before the one that is loaded last: until its words are there others are under way."""
@@ -139,7 +141,7 @@ SLAB_ORDER = (*range(RELEASED), SLABS - 1, *range(RELEASED, SLABS - 1))
 class Own(NamedTuple):
     """Addresses in shared memory of what prefill_swap_ab.py has not; by default sizes in bytes.
 
-    fp8       [4][32 keys][PITCH] records
+    fp8       [4][32 keys][PITCH] records, or [4][64 keys][288]
     scale     [4][32 keys] 8 scale bytes, of fp8_ds_mla
     header    [8] headers of tiles, as decode.py has them
     cursor    [4 producer warps] where it is
