@@ -23,7 +23,7 @@ import torch
 
 from tests.plugins import stubs
 from tests.plugins.fake_vllm import draw
-from tests.plugins.sglang_steps import check_steps, plan_by_hand
+from tests.plugins.sglang_steps import DRAFTS, check_steps, plan_by_hand
 
 ROWS, HEADS, SWA_ROWS, ENTRIES = 5, 8, 256, 64
 """Rows and heads of a step, and rows of a page of each cache: records of 584 bytes in pages of multiples of 576."""
@@ -62,7 +62,6 @@ def run_steps(module: Any, mixin: type, device: str) -> None:
     """By the engine's constructors, without a configuration of a server."""
     context = importlib.import_module("sglang.srt.runtime_context")
     arguments = importlib.import_module("sglang.srt.server_args").ServerArgs
-    context._CONTEXT.set_server_args(arguments(model_path="none"))
     kind = module.DeepseekV4AttnBackend
     kinds = [kind, kind.__mro__[kind.__mro__.index(mixin) + 1]]
     if device == "cpu":
@@ -71,7 +70,12 @@ def run_steps(module: Any, mixin: type, device: str) -> None:
         module._create_flashmla_metadata = lambda: None
         module.create_paged_compressor_data = plan_by_hand
         kind._use_sparse_prefill = lambda self, *args, **kwargs: False
-    check_steps(kinds if device == "cuda" else kinds[:1], device, 64 if device == "cuda" else HEADS)
+    for drafts in ({}, {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": DRAFTS}):
+        options = drafts and {**drafts, "speculative_eagle_topk": 1, "speculative_num_steps": DRAFTS - 1}
+        context._CONTEXT.set_server_args(arguments(model_path="none", **options))
+        check_steps(
+            kinds if device == "cuda" else kinds[:1], device, 64 if device == "cuda" else HEADS, drafts=bool(drafts)
+        )
     if device == "cpu":
         del kind._use_sparse_prefill
 

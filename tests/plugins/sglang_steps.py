@@ -28,6 +28,9 @@ REQUESTS, LONGEST, PAGE = 3, 1024, 256
 TOP_K = 512
 """Picks: all entries there are, so that no score decides."""
 
+DRAFTS = 3
+"""Tokens of a request that are verified at a time; some of them are drafted again."""
+
 ATTENTION, BYTES = 0.01, 0.1
 """What may differ: of attention's result the relative distance, of compressed entries and index keys the share."""
 
@@ -80,7 +83,7 @@ def make_backend(kind: Any, world: World) -> Any:
     tokens = world.pages * PAGE
     pool = pools.DeepSeekV4TokenToKVPool(
         max_num_reqs=REQUESTS, swa_size=tokens - PAGE, c4_size=tokens // 4, c128_size=tokens // 128,
-        c4_state_pool_size=world.pages * 8, c128_state_pool_size=(REQUESTS + 1) * 128, page_size=PAGE,
+        c4_state_pool_size=world.pages * 16, c128_state_pool_size=(REQUESTS + 1) * 256, page_size=PAGE,
         swa_page_size=PAGE, dtype=torch.float8_e4m3fn, c4_state_dtype=torch.float32, c128_state_dtype=torch.float32,
         qk_nope_head_dim=448, qk_rope_head_dim=64, indexer_head_dim=128, layer_num=len(RATIOS), device=world.device,
         enable_memory_saver=False, compression_ratios=list(RATIOS),
@@ -109,21 +112,25 @@ def caches(pool: Any) -> list[torch.Tensor]:
     return [*found, *(each.view(torch.uint8) for each in pages)]
 
 
-def make_step(world: World, spans: Sequence[tuple[int, int]], is_decode: bool) -> Any:
-    """A forward batch: requests with positions first to stop - 1."""
+def make_step(world: World, spans: Sequence[tuple[int, int]], kind: str) -> Any:
+    """A forward batch: requests with positions first to stop - 1. kind: DECODE, EXTEND, or TARGET_VERIFY, of drafted
+    tokens, which the engine does not count yet."""
     mode = importlib.import_module("sglang.srt.model_executor.forward_batch_info").ForwardMode
+    drafted = SimpleNamespace(draft_token_num=DRAFTS, ragged_verify_layout=None)
+    is_decode, is_verify = kind == "DECODE", kind == "TARGET_VERIFY"
     counts = [stop - first for first, stop in spans]
     position = torch.cat([torch.arange(first, stop) for first, stop in spans])
     owner = torch.repeat_interleave(torch.arange(1, len(spans) + 1), torch.tensor(counts))
-    lengths = torch.tensor([stop for _, stop in spans])
+    lengths = torch.tensor([first if is_verify else stop for first, stop in spans])
     starts = torch.tensor([0, *counts]).cumsum(0)[:-1].int()
     return SimpleNamespace(
-        forward_mode=mode.DECODE if is_decode else mode.EXTEND, batch_size=len(spans), positions=position,
+        forward_mode=mode[kind], batch_size=len(spans), positions=position,
         req_pool_indices=torch.arange(1, len(spans) + 1), seq_lens=lengths, seq_lens_cpu=lengths.cpu(),
         seq_lens_sum=int(lengths.sum()), out_cache_loc=world.req_to_token[owner, position].long(),
         extend_seq_lens=None if is_decode else torch.tensor(counts, dtype=torch.int32),
         extend_seq_lens_cpu=None if is_decode else counts, extend_start_loc=None if is_decode else starts,
-        spec_info=None, attn_cp_metadata=None, encoder_swa_replay=False, encoder_swa_row_floor=None,
+        spec_info=drafted if is_verify else None, attn_cp_metadata=None,
+        encoder_swa_replay=False, encoder_swa_row_floor=None,
         encoder_swa_compress_rows=None,
         max_seq_len_override=None, input_ids=position, return_logprob=False,
     )  # fmt: skip
@@ -217,7 +224,15 @@ def spans_of(done: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int]
     return [(n, n + count) for n, count in zip(done, counts, strict=True)]
 
 
-def check_steps(kinds: Sequence[Any], device: str, heads: int) -> None:
+PLAIN = (
+    ((260, 131, 5), "EXTEND"), ((1, 1, 1), "DECODE"), ((7, 130, 300), "EXTEND"), ((1, 1, 1), "DECODE"),
+    ((1, 1, 1), "DECODE"), ((3, 2, 9), "EXTEND"), *[((1, 1, 1), "DECODE")] * 3,
+)  # fmt: skip
+DRAFTED = (((260, 131, 9), "EXTEND"), *[((DRAFTS,) * REQUESTS, "TARGET_VERIFY")] * 7, ((1, 2, 3), "EXTEND"))
+"""Tokens of each request, and what they are."""
+
+
+def check_steps(kinds: Sequence[Any], device: str, heads: int, drafts: bool) -> None:
     """kinds: the plug-in's backend, and the engine's own where it has kernels."""
     world = World(heads, device)
     sides = [make_backend(kind, world) for kind in kinds]
@@ -227,29 +242,26 @@ def check_steps(kinds: Sequence[Any], device: str, heads: int) -> None:
     for side, kind in zip(sides, (SimpleNamespace(**chosen), top_k.TORCH), strict=False):
         side.dsa_topk_backend = kind
     done = [0] * REQUESTS
-    for counts, is_decode in (
-        ((260, 131, 5), False), ((1, 1, 1), True), ((7, 130, 300), False), ((1, 1, 1), True), ((1, 1, 1), True),
-        ((3, 2, 9), False), ((1, 1, 1), True), ((1, 1, 1), True), ((1, 1, 1), True),
-    ):  # fmt: skip
+    for number, (counts, what) in enumerate(DRAFTED if drafts else PLAIN):
         spans = spans_of(done, counts)
-        step, inputs = make_step(world, spans, is_decode), Inputs(world, sum(counts))
+        step, inputs = make_step(world, spans, what), Inputs(world, sum(counts))
         results = []
         for side in sides:
             side.init_forward_metadata(step)
             results.append(run_layers(side, world, step, inputs))
         assert all(result.isfinite().all() and result.any() for found in results for result in found)
         if len(sides) > 1:
-            compare(sides, results, f"{'decode' if is_decode else 'prefill'} of {spans}")
-        elif is_decode:
+            compare(sides, results, f"{what} of {spans}")
+        elif what != "EXTEND":
             check_against_prefill(sides[0], world, spans, inputs, results[0])
-        done = [stop for _, stop in spans]
-    if device == "cuda":
+        done = [stop - (number % DRAFTS if what == "TARGET_VERIFY" else 0) for _, stop in spans]
+    if device == "cuda" and not drafts:
         check_graph(sides, world, done)
 
 
 def check_against_prefill(side: Any, world: World, spans: Any, inputs: Inputs, decoded: Any) -> None:
     """The same rows once more, as chunks of one token: what they read of states is still there."""
-    step = make_step(world, spans, False)
+    step = make_step(world, spans, "EXTEND")
     side.init_forward_metadata(step)
     before = [cache.clone() for cache in caches(side.token_to_kv_pool)]
     for one, other in zip(run_layers(side, world, step, inputs), decoded, strict=True):
@@ -262,7 +274,7 @@ def check_graph(sides: Sequence[Any], world: World, done: list[int]) -> None:
     """Decode in a graph as the engine's runner captures one: metadata and plans are made in it, for as many requests
     as it was captured with, some of which are padding. Each replay, and the engine's own eager step."""
     ours, theirs = sides
-    static = make_step(world, [(0, 1)] * REQUESTS, True)
+    static = make_step(world, [(0, 1)] * REQUESTS, "DECODE")
     static.seq_lens.fill_(1)
     inputs = Inputs(world, REQUESTS)
     for tensor in (static.req_pool_indices, static.out_cache_loc, static.positions):
@@ -286,7 +298,7 @@ def check_graph(sides: Sequence[Any], world: World, done: list[int]) -> None:
         cache.copy_(copy)
     for live in (REQUESTS, REQUESTS, REQUESTS - 1, REQUESTS, 1, REQUESTS):
         spans = [(n, n + 1) for n in done[:live]]
-        step, fresh = make_step(world, spans, True), Inputs(world, REQUESTS)
+        step, fresh = make_step(world, spans, "DECODE"), Inputs(world, REQUESTS)
         inputs.copy_(fresh)
         static.seq_lens.fill_(1)
         for name in ("req_pool_indices", "out_cache_loc", "positions"):
