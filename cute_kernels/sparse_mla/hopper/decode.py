@@ -79,7 +79,6 @@ from cute_kernels.sparse_mla.hopper.decode_smem import (
     FIRST_PRODUCER_THREAD,
     FIRST_PV_THREAD,
     FP8_KEYS,
-    FP8_STAGES,
     HEADER,
     HEADERS,
     HEADS_BIT,
@@ -101,7 +100,6 @@ from cute_kernels.sparse_mla.hopper.decode_smem import (
     SLAB_ROW_BYTES,
     SOFTMAX_BARRIER,
     SOFTMAX_REGISTERS,
-    STAGE_BIT,
     TARGET,
     WARP_KEYS,
     WORDS_BYTES,
@@ -176,7 +174,6 @@ class Producer:
             # rows may be the kernel ahead's
             cute.arch.griddepcontrol_wait()
         number, ends = Int32(0), Int32(0)
-        piece = Int32(0)
         while ends < PING_PONG:
             tile, end, tiles0, work_tile = ptx.load_shared_128(self.cursor)
             first = ptx.load_shared_s32(self.cursor + 28)
@@ -202,13 +199,8 @@ class Producer:
                     self.wait_for_index()
             # on its way while rows are copied; into the register just served, as a move would wait for it
             index = self.load_index()
-            first_piece, told = 2 * number, flags
-            if const_expr(self.has_two_sizes):
-                first_piece, told = piece, flags | (piece & FP8_STAGES - 1) << STAGE_BIT
-                pieces = [Int32(part.pieces) for part in self.config.parts]
-                piece = piece + (pieces[0] if is_first else pieces[1])
-            header = told | heads << HEADS_BIT, work_tile, low, high
-            self.copy_tile_async(is_valid, source, header, number, first_piece, is_first)
+            header = flags | heads << HEADS_BIT, work_tile, low, high
+            self.copy_tile_async(is_valid, source, header, number, is_first)
             if flags & LAST != 0:
                 self.copy_lengths_async(scheduler.after(scheduler.after(work_tile)))
             number = number + 1
@@ -349,21 +341,13 @@ class Producer:
         """Of a key's two threads, one has its row copied, the other its scales."""
         return self.thread % 32 < WARP_KEYS
 
-    @property
-    def has_two_sizes(self) -> bool:
-        """Whether tiles of both lists take different numbers of stages."""
-        return self.config.parts[0].pieces != self.config.parts[1].pieces
-
     @cute.jit
-    def copy_tile_async(self, is_valid: Any, source: Any, header: Any, number: Any, piece: Any, is_first: Any) -> None:
-        """Start to copy the cluster's tile of that number, once its stages are empty, which begin with that of the
-        piece. is_first: of the first list"""
+    def copy_tile_async(self, is_valid: Any, source: Any, header: Any, number: Any, is_first: Any) -> None:
+        """Start to copy the cluster's tile of that number, once its stages are empty. is_first: of the first list"""
         warp = cute.arch.make_warp_uniform(self.thread // 32)
-        half, key = warp // 2, self.key % FP8_KEYS
-        if const_expr(self.has_two_sizes):
-            half, key = (half if is_first else Int32(0)), (key if is_first else self.key)
-        stage, phase = self.bars.fp8.place(piece + half)
-        full = self.bars.filled(number, stage)
+        piece = 2 * number + warp // 2
+        (stage, phase), key = self.bars.fp8.place(piece), self.key % FP8_KEYS
+        full = self.bars.fp8.full(stage)
         self.bars.fp8.wait_empty(stage, phase)
         parts = self.config.parts
         row_bytes = parts[0].row_bytes(self.rank)

@@ -80,9 +80,6 @@ FIRST, LAST, END, ODD, EXTRA = 1, 2, 4, 8, 16
 """Flags of a tile: it begins a work tile; it ends one; there is no such tile; its work tile is the cluster's second,
 fourth ...; where caches are of two formats, its rows are the extra one's."""
 
-STAGE_BIT = 5
-"""Where tiles take different numbers of stages, the first stage of a tile is in its flags from this bit on."""
-
 CURSOR = 64
 """Bytes of a producer warp's cursor, see Producer."""
 
@@ -164,10 +161,6 @@ class Bars:
         rings = (barriers.Ring.allocate(smem, stages) for stages in (FP8_STAGES, KV_STAGES, P_STAGES))
         return cls(*rings, *(smem.allocate_array(Int64, count) for count in (PING_PONG, 1, 4, 4, 4)))
 
-    def filled(self, number: Any, stage: Any) -> Any:
-        """What completes when a stage of the tile of that number is full."""
-        return self.fp8.full(stage)
-
     def initialize(self) -> None:
         """By one thread; the cluster synchronizes afterwards."""
         # of each producer warp that has keys in it one thread, and the copies of scales
@@ -196,7 +189,6 @@ class RecordPart:
     pitch        from row to row in a stage of the ring, which keeps banks apart
     stage        of such a stage
     is_split     scales are behind all rows of the page, and go behind the row's columns in the stage
-    pieces       stages that a tile takes: 2 of FP8_KEYS keys, or 1 of all
     """
 
     row: int
@@ -208,7 +200,6 @@ class RecordPart:
     pitch: int
     stage: int = FP8_STAGE_BYTES
     is_split: bool = False
-    pieces: int = 2
 
     @property
     def is_e2m1(self) -> bool:

@@ -11,16 +11,14 @@ each CTA adds up half of the columns of O (`Combination`). Keys come in tiles of
 
     indices  gmem --> producer (index, then page and row of each key of a tile)
     records  gmem --bulk copy--> raw ring [4 stages of 32 keys] --dequantizer--> K in registers --wgmma--> S^T
-    scales   gmem --cp.async---> scale, same stages, of fp8_ds_mla  |  (of NVFP4 64 keys a stage)          v softmax
+    scales   gmem --cp.async---> scale, same stages, of fp8_ds_mla  |                                      v softmax
     Q        gmem --cp.async--> q ---------------------------------------------------------wgmma--> S^T   p [2]
                                                                     +-----> KV ring [2 tiles] --------wgmma--> O^T
     out      gmem <---------------------------------------------------------------------------------------------+
 
     barrier   full                                      empty                        waits for full, for empty
-    tile      all bytes of a tile's records and its     none: fp8's                  dequantizer
-              header are there, of 8 tiles
-    fp8       none: tile's                              dequantizer has loaded a     -, producer
-                                                        stage
+    fp8       all bytes of 32 keys' records and the     dequantizer has loaded       dequantizer, producer
+              tile's header are there                   them
     kv        none: p's                                 PV is done with a tile       -, dequantizer
     p         a warpgroup has stored a tile's P, and    PV is done with it           PV, softmax
               before that its V
@@ -72,7 +70,6 @@ from cute_kernels.sparse_mla.hopper.decode_smem import (
     SLAB,
     SLAB_BYTES,
     SLAB_ROW_BYTES,
-    STAGE_BIT,
     WARP_KEYS,
     WORDS_BYTES,
     RecordPart,
@@ -111,14 +108,10 @@ WHOLE = {
         PITCH, PITCH, 0, None, FP8_DS_MLA.scale_bytes, FP8_DS_MLA.scale_bytes, PITCH, STAGE_BYTES
     ),
     MXFP8_V41.id: RecordPart(528, 528, 0, MXFP8_V41.data_bytes, 528, 0, PITCH, STAGE_BYTES),
-    NVFP4_V41.id: RecordPart(288, 288, 0, NVFP4_V41.data_bytes, 288, 0, 288, STAGE_BYTES, pieces=1),
+    NVFP4_V41.id: RecordPart(288, 288, 0, NVFP4_V41.data_bytes, 288, 0, 288, STAGE_BYTES),
 }
 """Records by format, as a CTA has the whole of them. Loads of rows meet in no bank: of PITCH, 16 bytes of two rows at a
-time; of 288 bytes, 8 of four. A stage has room for half a tile, or for all of one in NVFP4, of which four are on their
-way: with two, tiles come every 1900 cycles at most, even if nothing is multiplied, dequantized or stored."""
-
-ROUND_LOG2 = (HEADERS // PING_PONG).bit_length() - 1
-"""Of a softmax warpgroup's tiles, from one header to the same one again."""
+time; of 288 bytes, 8 of four."""
 
 PV, PRODUCER, WARPGROUPS = 2, 3, 4
 THREADS = WARPGROUPS * 128
@@ -126,8 +119,8 @@ THREADS = WARPGROUPS * 128
 SOFTMAX_BARRIER = 3
 """Of the first softmax warpgroup; the second one's comes next. 1 and 2 are prefill_swap_ab.py's."""
 
-SOFTMAX_REGISTERS, PV_REGISTERS, PRODUCER_REGISTERS = 152, 144, 56
-"""Per thread, in steps of 8; all four warpgroups together have 504 of the 512 that they are launched with."""
+SOFTMAX_REGISTERS, PV_REGISTERS, PRODUCER_REGISTERS = 160, 144, 48
+"""Per thread, in steps of 8; all four warpgroups together have 512, what they are launched with."""
 
 RELEASED = 2
 """Slabs that are dequantized before the one that is loaded last: until its words are there others are under way."""
@@ -141,7 +134,7 @@ SLAB_ORDER = (*range(RELEASED), SLABS - 1, *range(RELEASED, SLABS - 1))
 class Own(NamedTuple):
     """Addresses in shared memory of what prefill_swap_ab.py has not; by default sizes in bytes.
 
-    fp8       [4][32 keys][PITCH] records, or [4][64 keys][288]
+    fp8       [4][32 keys][PITCH] records
     scale     [4][32 keys] 8 scale bytes, of fp8_ds_mla
     header    [8] headers of tiles, as decode.py has them
     cursor    [4 producer warps] where it is
@@ -172,7 +165,7 @@ def smem_parts(config: swap_ab.SwapAbConfig) -> dict[str, int]:
     return shared | {f"own_{name}": size for name, size in Own()._asdict().items()}
 
 
-BARRIERS = 2 * swap_ab.P_STAGES + FP8_STAGES + HEADERS + 4 * PING_PONG
+BARRIERS = 2 * (swap_ab.P_STAGES + FP8_STAGES) + 4 * PING_PONG
 
 
 def smem_bytes(config: swap_ab.SwapAbConfig) -> int:
@@ -192,31 +185,12 @@ def allocate(allocator: SmemAllocator, config: swap_ab.SwapAbConfig) -> tuple[sw
 
 
 @dataclass(frozen=True)
-class EmptyStages:
-    """The mbarriers of a ring that are about its stages: which tiles are there, others say."""
-
-    first: Any
-    stages: int
-
-    def place(self, piece: Any) -> tuple[Any, Any]:
-        """(stage, phase) of what goes round as that piece, counted from 0."""
-        return barriers.place(piece, self.stages)
-
-    def empty(self, stage: Any) -> Any:
-        return self.first + stage
-
-    def wait_empty(self, stage: Any, phase: Any) -> None:
-        ptx.wait_mbarrier(self.empty(stage).toint(), phase ^ 1)
-
-
-@dataclass(frozen=True)
 class Bars:
-    """A CTA's mbarriers: the table at the head. tile: full, of as many tiles as there are headers; kv: empty, row_max:
-    full, of each softmax warpgroup's tiles; q: of even and of odd work tiles, since a softmax warpgroup may see every
-    second one alone; combined: full, of what the other CTAs of a row know of their splits, and of their parts of O."""
+    """A CTA's mbarriers: the table at the head. kv: empty, row_max: full, of each softmax warpgroup's tiles; q: of even
+    and of odd work tiles, since a softmax warpgroup may see every second one alone; combined: full, of what the other
+    CTAs of a row know of their splits, and of their parts of O."""
 
-    fp8: EmptyStages
-    tile: Any
+    fp8: barriers.Ring
     p: barriers.Ring
     kv: Any
     row_max: Any
@@ -225,19 +199,13 @@ class Bars:
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Bars:
-        fp8 = EmptyStages(smem.allocate_array(Int64, FP8_STAGES), FP8_STAGES)
-        tile, p = smem.allocate_array(Int64, HEADERS), barriers.Ring.allocate(smem, swap_ab.P_STAGES)
-        return cls(fp8, tile, p, *(smem.allocate_array(Int64, PING_PONG) for _ in range(4)))
-
-    def filled(self, number: Any, stage: Any) -> Any:
-        """What completes when all of the tile of that number is there, whatever its stages."""
-        return self.tile + (number & HEADERS - 1)
+        rings = (barriers.Ring.allocate(smem, stages) for stages in (FP8_STAGES, swap_ab.P_STAGES))
+        return cls(*rings, *(smem.allocate_array(Int64, PING_PONG) for _ in range(4)))
 
     def initialize(self) -> None:
         """By one thread; the CTA, or the cluster, synchronizes afterwards."""
-        barriers.initialize(self.fp8.first, FP8_STAGES, 4)
-        # of each producer warp one thread, and the threads that have keys' scales
-        barriers.initialize(self.tile, HEADERS, 4 + KEYS)
+        # of each producer warp that has keys in it one thread, and the threads that have keys' scales
+        self.fp8.initialize(2 + FP8_KEYS, 4)
         self.p.initialize(4, 4)
         for of_tiles in (self.kv, self.row_max):
             barriers.initialize(of_tiles, PING_PONG, 4)
@@ -326,9 +294,9 @@ class DequantQkSoftmax:
         work_tile, number, q_at = scheduler.first - scheduler.step, Int32(-1), softmax.smem.q
         turn, flags = Int32(0), Int32(0)
         while flags & END == 0:
-            slot = 2 * turn + self.warpgroup & HEADERS - 1
-            ptx.wait_mbarrier((bars.tile + slot).toint(), turn >> ROUND_LOG2 & 1)
-            header_at = own.header + slot * HEADER
+            for piece in range_constexpr(2):
+                bars.fp8.wait_full(2 * self.warpgroup + piece, turn & 1)
+            header_at = own.header + (2 * turn + self.warpgroup & HEADERS - 1) * HEADER
             flags, found, _, _ = ptx.load_shared_128(header_at)
             skipped = ptx.load_shared_s32(header_at + 16 + warp * 4)
             if flags & END == 0:
@@ -350,15 +318,12 @@ class DequantQkSoftmax:
                 is_extra = False
                 if const_expr(self.formats[0] != self.formats[1]):
                     is_extra = flags & EXTRA != 0
-                stage = 2 * self.warpgroup
-                if const_expr(WHOLE[self.formats[0]].pieces != WHOLE[self.formats[1]].pieces):
-                    stage = flags >> STAGE_BIT & FP8_STAGES - 1
                 if is_extra:
-                    self.multiply(self.formats[1], s, k_parts, part, q_at, turn, stage, skipped)
+                    self.multiply(self.formats[1], s, k_parts, part, q_at, turn, skipped)
                     if const_expr(self.formats[1] == NVFP4_V41.id):
                         tile_scale, shift = scale * Float32(2.0**E2M1_SHIFT), Float32(E2M1_SHIFT)
                 else:
-                    self.multiply(self.formats[0], s, k_parts, part, q_at, turn, stage, skipped)
+                    self.multiply(self.formats[0], s, k_parts, part, q_at, turn, skipped)
                 valid = ~skipped
                 softmax.take_scores(s, scores, (valid & 0xFF, valid >> 8 & 0xFF))
                 row_max, row_sum = self.give_p(
@@ -370,25 +335,16 @@ class DequantQkSoftmax:
 
     @cute.jit
     def multiply(
-        self,
-        kv_format: cutlass.Constexpr,
-        s: Any,
-        k_parts: Any,
-        part: Any,
-        q_at: Any,
-        turn: Any,
-        stage: Any,
-        skipped: Any,
+        self, kv_format: cutlass.Constexpr, s: Any, k_parts: Any, part: Any, q_at: Any, turn: Any, skipped: Any
     ) -> None:
-        """s = K Q^T of a tile, which the KV ring has then. stage: its first one of the raw ring"""
+        """s = K Q^T of a tile, which the KV ring has then."""
         softmax, record = self.softmax, const_expr(WHOLE[kv_format])
         lane, warp, warpgroup_number = softmax.lane, softmax.warp, self.warpgroup
         quad, member = lane >> 2, lane & 3
-        own_stage, row = stage, warp * WARP_KEYS + quad
-        if const_expr(record.pieces > 1):
-            own_stage, row = stage + (warp >> 1) & FP8_STAGES - 1, (warp & 1) * WARP_KEYS + quad
-        key = own_stage * FP8_KEYS + row
-        row_at = self.own.fp8 + own_stage * STAGE_BYTES + row * record.pitch
+        # stages, and keys of them, are next to each other
+        key = (2 * warpgroup_number + (warp >> 1)) * FP8_KEYS + (warp & 1) * WARP_KEYS + quad
+        stage_at = self.own.fp8 + (2 * warpgroup_number + (warp >> 1)) * STAGE_BYTES
+        row_at = stage_at + ((warp & 1) * WARP_KEYS + quad) * record.pitch
         rows = [row_at + half * 8 * record.pitch for half in range(2)]
         scales_at = [self.own.scale + (key + 8 * half) * FP8_DS_MLA.scale_bytes for half in range(2)]
         words = [self.load_scales(kv_format, rows[half], scales_at[half]) for half in range(2)]
@@ -421,7 +377,7 @@ class DequantQkSoftmax:
                 at = (target ^ (32 * step)) + slab * SLAB_BYTES
                 ptx.store_matrices(at, [held[4 * step + j] for j in range(4)])
             if const_expr(i == RELEASED):
-                self.release(stage, record.pieces)
+                self.release()
             warpgroup.fence()
             for step in range_constexpr(SLAB_STEPS):
                 chosen = self.mma[0] if const_expr(i + step == 0) else self.mma[1]
@@ -495,12 +451,12 @@ class DequantQkSoftmax:
         return pairs
 
     @cute.jit
-    def release(self, stage: Any, pieces: cutlass.Constexpr) -> None:
-        """The producer may overwrite what the warp has loaded, of so many stages from that one on."""
+    def release(self) -> None:
+        """The producer may overwrite what the warp has loaded."""
         cute.arch.sync_warp()
         if self.softmax.lane == 0:
-            for piece in range_constexpr(pieces):
-                cute.arch.mbarrier_arrive(self.bars.fp8.empty(stage + piece & FP8_STAGES - 1))
+            for piece in range_constexpr(2):
+                cute.arch.mbarrier_arrive(self.bars.fp8.empty(2 * self.warpgroup + piece))
 
     # ---- softmax
 
