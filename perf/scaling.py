@@ -65,7 +65,7 @@ ASSUMED = (
     f"{GPUS_OF_HOST} GPUs {BETWEEN_HOSTS[0]:.0f} us and {BETWEEN_HOSTS[1] / 1e3:.0f} GB/s a GPU."
 )
 
-MEASURED = Path(__file__).parent / "log" / "data" / "context_groups_1.json"
+MEASURED = Path(__file__).parent / "log" / "data" / "parallel_1.json"
 """Layers of v4-flash on two H200s: phase, ratio, context, rows, form and microseconds (perf.parallel)."""
 
 

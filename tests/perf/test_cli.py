@@ -146,7 +146,7 @@ def test_a_sweep_writes_a_valid_record(
     assert (found.op, found.gpu, found.partial) == (INSERT, synthetic.GPU, False)
     assert found.yardsticks["copy"].source == "stated"
     assert found.yardsticks["e4m3"].value == synthetic.E4M3
-    assert found.cells[1].ours.percent == pytest.approx(100 * 64 * 1616 / 4.28e6 / 1.68, abs=0.05)
+    assert found.cells[1].ours.percent == pytest.approx(100 * 64 * 1616 / 4.312e6 / 1.68, abs=0.05)
     assert module.asked == [{"peers": True, "variants": False, "replays": 21}]
     printed = capsys.readouterr().out
     for part in ("cute_kernels", "vllm-triton", "1.68", "copy 8 GB", "RuntimeError: not here"):
