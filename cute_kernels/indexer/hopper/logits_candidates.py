@@ -195,31 +195,30 @@ class CandidateProducer(Producer):
 
     @cute.jit
     def copy_codes_async(self, place: tuple[Any, ...], lead: Any, mask: Any, stage: Any) -> None:
-        """Of the boxes of a tile that are in the mask. A key is as many lanes', and a box is: all of its keys, one
-        after the other."""
+        """Of the boxes of a tile that are in the mask."""
         config, lane = self.config, cute.arch.lane_idx()
         _, target = self.key_copy
         chunks = config.row_bytes // COPY
-        at_once, chunk = WARP // chunks, lane % chunks
+        row, chunk = lane // chunks, lane % chunks
+        line = target + stage * (config.keys * config.row_bytes) + row * config.row_bytes
         # rows of a request share keys, which L2 should keep for them
         policy = Int64(ptx.READ_AGAIN) if self.groups.count > 1 else Int64(ptx.READ_ONCE)
-        for first in range_constexpr(0, config.boxes, at_once):
-            box = first + lane // chunks
-            is_wanted = mask >> box & 1 != 0
-            line = target + (stage * config.boxes + box) * (config.box * config.row_bytes)
+        for j in range_constexpr(config.boxes):
+            is_there = mask & (1 << j) != 0
             if const_expr(self.paged):
-                source = from_lane(place[:2], lead + box) + Int64(chunk * COPY)
+                source = from_lane(place[:2], lead + j) + Int64(lane * COPY)
             else:
-                key = cute.arch.shuffle_sync(place[0], lead + box)
-                source = self.cache.codes + Int64(key) * self.cache.key_stride + Int64(chunk * COPY)
-            for row in range_constexpr(config.box):
-                is_there = is_wanted
-                if const_expr(not self.paged):
-                    is_there = is_wanted & (key + row >= 0) & (key + row < self.cache.keys.count)
+                key = cute.arch.shuffle_sync(place[0], lead + j) + row
+            for first in range_constexpr(0, config.box, WARP // chunks):
+                if const_expr(self.paged):
+                    address = source + first * config.row_bytes
+                else:
+                    address = self.cache.codes + Int64(key + first) * self.cache.key_stride + Int64(chunk * COPY)
+                    is_there = (mask & (1 << j) != 0) & (key + first >= 0) & (key + first < self.cache.keys.count)
                 # FP8 codes go where the swizzle of tensor cores' operands has them
-                column = (chunk ^ row) if self.q_scales is None else chunk
-                ptx.copy_async_128_once(line + row * config.row_bytes + column * COPY, source, is_there, policy)
-                source += Int64(config.row_bytes) if self.paged else self.cache.key_stride
+                column = (chunk ^ row + first) if self.q_scales is None else chunk
+                to = line + (j * config.box + first) * config.row_bytes + column * COPY
+                ptx.copy_async_128_once(to, address, is_there, policy)
 
     @cute.jit
     def copy_scales_async(self, place: tuple[Any, ...], lead: Any, mask: Any, stage: Any) -> None:
@@ -287,35 +286,11 @@ def prefetch_candidates(
     ptx.prefetch_l2(cache.candidates + Int64(row) * cache.stride + Int64(line) * LINE, (row < rows) & is_last)
 
 
-@cute.jit
-def prefetch_tables(groups: RowGroups, windows: CandidateWindows, cache: CandidateCache) -> None:
-    """Have L2 fetch the block tables, as far as the requests' first rows see keys and there is a thread a line: pages
-    are looked up one by one, all over the table."""
-    keys = cache.keys
-    thread, threads = cute.arch.thread_idx()[0], cute.arch.block_dim()[0]
-    number, per_row = cute.arch.block_idx()[0] * threads + thread, cute.ceil_div(keys.table_columns, LINE // 4)
-    request, line = number // per_row, number % per_row
-    is_there = request < groups.requests
-    end = ptx.load_global_s32_where(is_there, windows.end_address(request, 0), is_shared=True)
-    page_rows = keys.page_boxes.divisor * CANDIDATE_BLOCK
-    is_seen = Int64(line * (LINE // 4)) * Int64(page_rows) < Int64(cutlass.min(end, windows.limit))
-    ptx.prefetch_l2(keys.table + Int64(request) * keys.table_stride + Int64(line) * LINE, is_there & is_seen)
-
-
 @dataclass(frozen=True)
 class CandidateConfig(LogitsConfig):
     """Of FP8 keys that a warp's lanes copy."""
 
     fences_keys: ClassVar[bool] = True
-
-
-@dataclass(frozen=True)
-class CandidateMxfp4Config(Mxfp4Config):
-    """Of MXFP4 keys that a warp's lanes copy. Boxes come from anywhere in memory, so more of them are under way: two
-    tiles of a producer that wait for their scales to be looked at, and six that it has stages for."""
-
-    stages: ClassVar[int] = 18
-    behind: ClassVar[int] = 2
 
 
 class CandidateLogitsKernel:
@@ -462,8 +437,6 @@ class CandidateLogitsKernel:
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        if const_expr(self.paged):
-            prefetch_tables(groups, windows, cache)
         warps = config.threads // WARP
         scheduler = TileScheduler(config.rows, warps, self.paged, config.keys, groups, windows, smem.counts)
         if groups.total() > WARP:
@@ -524,8 +497,7 @@ class CandidateLogitsKey(KernelKey):
 
     @property
     def config(self) -> Any:
-        config = CandidateMxfp4Config if self.mxfp4 else CandidateConfig
-        return config(self.heads, 1, CANDIDATE_BLOCK)
+        return (Mxfp4Config if self.mxfp4 else CandidateConfig)(self.heads, 1, CANDIDATE_BLOCK)
 
     @property
     def smem_bytes(self) -> int:

@@ -142,11 +142,6 @@ class Mxfp4Config:
         return STAGES[self.rows]
 
     @property
-    def behind(self) -> int:
-        """Tiles that a producer has asked for before it looks at the scales of the first."""
-        return BEHIND[self.rows]
-
-    @property
     def query_stages(self) -> int:
         """Of all warpgroups."""
         return self.warpgroups * QUERY_STAGES
@@ -233,7 +228,7 @@ class Bars:
 class ScalePreparer:
     """What a producer warp does when keys have come: it looks at their scales for the warpgroup that decodes them.
 
-    `behind` tiles after the producer has asked for one, it waits for it. How far it is is in shared memory, so that the
+    BEHIND tiles after the producer has asked for one, it waits for it. How far it is is in shared memory, so that the
     producer's loops need not know: how many tiles it is behind, and of the next one the stage and, in bit 8, the ring's
     phase there; END after the last tile.
 
@@ -255,7 +250,7 @@ class ScalePreparer:
     def follow(self) -> None:
         """After the producer has asked for a tile."""
         behind, state = ptx.load_shared_64(self.place)
-        if behind < self.config.behind:
+        if behind < BEHIND[self.config.rows]:
             behind += 1
         else:
             state = self.prepare(state)
