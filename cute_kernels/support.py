@@ -36,6 +36,7 @@ KERNEL_ARCHS = {
     "cp_gather_indexer_k_quant_cache": ARCHS,
     "deepseek_v4_fp8_einsum": ARCHS,
     "dequantize_and_gather_k_cache": ARCHS,
+    "fp8_bf16_gemm": ("sm_90a",),
     "fp8_gemm": ARCHS,
     "fp8_gemm_squares": ("sm_90a",),
     "fused_compress_norm_rope_store": ARCHS,
@@ -84,6 +85,7 @@ PARTLY = frozenset(("fp8_gemm", arch) for arch in ARCHS if arch != "sm_90a")
 
 REASONS = {
     "bf16_gemm": "torch.mm does the same, and layers call that elsewhere",
+    "fp8_bf16_gemm": "two products in a launch of Hopper's GEMM; elsewhere layers launch each by itself",
     "fp8_gemm": "bf16 results alone, which is all that layers ask for elsewhere",
     "fp8_gemm_squares": "sums of squares are a by-product of Hopper's GEMM; elsewhere queries are normed by themselves",
     "score_candidates_decode": "it is of Hopper alone so far; elsewhere layers score all keys",
@@ -92,7 +94,10 @@ REASONS = {
 }
 """Op -> why it is "no" or "partly" somewhere, in a line."""
 
-UNRECORDED = {"fp8_gemm": "without a record of its own on sm_90a, where it runs in every layer that is measured"}
+UNRECORDED = {
+    "fp8_bf16_gemm": "without a record of its own on sm_90a, where it runs in layers that are measured",
+    "fp8_gemm": "without a record of its own on sm_90a, where it runs in every layer that is measured",
+}
 """Op -> what is known of its kernel on sm_90a as long as there is no record."""
 
 MEASURED = (

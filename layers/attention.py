@@ -14,7 +14,7 @@ from torch import nn
 from cute_kernels import __version__, numerics
 from cute_kernels.formats import FP8_DS_MLA, INDEXER_FP8
 from cute_kernels.insert_compress.ops import fused_qkv_insert_compress, fused_qkv_insert_compress_index
-from cute_kernels.linear.ops import fp8_linear, fp8_linear_squares
+from cute_kernels.linear.ops import fp8_bf16_linear, fp8_linear, fp8_linear_squares
 from cute_kernels.norm.ops import fused_q_kv_rmsnorm, fused_q_kv_rmsnorm_quant
 from cute_kernels.runtime.arch import LARGE_CLUSTERS, arch_of
 from cute_kernels.runtime.checks import Checker
@@ -59,6 +59,10 @@ MOST_LATE_INDEXER_ROWS = 32
 """Up to so many rows, and beyond those of our own bf16 GEMM, the hidden states' other product runs beside that of the
 queries where there is an indexer; without one only beyond. Else its CTAs take whole multiprocessors for so long that
 the queries' product loses more than is hidden (perf/log/layer.md)."""
+
+DUAL_ROWS = range(33, MOST_OWN_ROWS + 1)
+"""Of so many rows both products of the hidden states are one launch. On two streams a layer takes longer: behind an
+event a kernel starts when that has come, and not while the kernel before ends (perf/log/layer.md)."""
 
 ONE_LAUNCH_MAX_TOKENS = 512
 """Up to this many rows the kernels between the GEMMs and the scores, or attention, of a layer with a compressor are one
@@ -296,12 +300,33 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         launched behind the first one."""
         return rows > MOST_OWN_ROWS or (self.indexer is not None and rows <= MOST_LATE_INDEXER_ROWS)
 
+    def _other_hidden_weight(self) -> torch.Tensor | None:
+        """The bf16 weight that reads the hidden states beside `fused_wqa_wkv`, all of it, if there is one."""
+        if self._hidden_weights is not None:
+            return self._hidden_weights.weight
+        return None if self.compressor is None else self.compressor.fused_wkv_wgate.weight
+
+    def _is_dual(self, rows: int, device: torch.device) -> bool:
+        """Whether both products of the hidden states are one launch."""
+        other = self._other_hidden_weight()
+        if other is None or rows not in DUAL_ROWS or self.options.batch_invariant or device.type != "cuda":
+            return False
+        first = self.fused_wqa_wkv
+        is_fit = first.quantized and first.out_features % 16 == other.shape[0] % 16 == 0
+        return is_fit and arch_of(device.index) == "sm_90a"
+
     def attn_gemm_parallel_execute(
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, Callable[[], None]]:
         """(qr_kv, kv_score, indexer weights, indexer kv_score, what to call before any of them but the first is used):
         the GEMMs that read the hidden states."""
         device = hidden_states.device
+        if self._is_dual(hidden_states.shape[0], device):
+            qr_kv, scores = self._dual_products(hidden_states)
+            if self._hidden_weights is None:
+                return qr_kv, scores, None, None, lambda: None
+            kv_score, index_kv_score, index_weights = scores.split(self._hidden_weights.splits, dim=1)
+            return qr_kv, kv_score, index_weights, index_kv_score, lambda: None
         streams = self._streams(hidden_states.shape[0], device)
 
         def run(tasks: Sequence[Callable[[], torch.Tensor]]) -> tuple[list[torch.Tensor], Callable[[], None]]:
@@ -329,6 +354,14 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
         (first, *others), join = run(tasks)
         rest: list[torch.Tensor | None] = [*others, None, None, None]
         return first, rest[0], rest[1], rest[2], join
+
+    def _dual_products(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both products of the hidden states, by one launch."""
+        first, other = self.fused_wqa_wkv, self._other_hidden_weight()
+        assert first.scale is not None
+        assert other is not None
+        rows, use_pdl = first.quantize(hidden_states), self.options.use_pdl
+        return fp8_bf16_linear(*rows, first.weight, first.scale, hidden_states, other, use_pdl=use_pdl)
 
     def forward(
         self,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -239,21 +240,26 @@ def _dequantized(tensors: Tensors, linear: str) -> torch.Tensor:
 
 
 def is_usable(name: str, tensor: torch.Tensor) -> bool:
-    """No NaN; infinite only where that means something: a sink that takes nothing or everything."""
+    """No NaN; infinite only where that means something: a sink that takes nothing or everything. Dtypes that no layer
+    takes are refused for what they are."""
+    if tensor.numel() == 0:
+        return True
     if tensor.dtype == torch.float8_e4m3fn:
-        return not bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any())
-    return not bool((tensor.isnan() if name == "attn_sink" else ~tensor.isfinite()).any())
+        return int((tensor.view(torch.uint8) & 0x7F).max()) < 0x7F
+    if tensor.dtype not in FLOATS:
+        return True
+    least, most = (float(end) for end in torch.aminmax(tensor))  # NaN if any number is
+    return not math.isnan(least) if name == "attn_sink" else math.isfinite(least) and math.isfinite(most)
 
 
 def overflows(name: str, tensor: torch.Tensor) -> bool:
     """Whether finite values become infinite where the layer keeps them: in fp32 (sinks, positions, norms that are), or
     bf16."""
-    if tensor.dtype == torch.float8_e4m3fn or tensor.numel() == 0:
-        return False
     is_fp32_norm = name.endswith("norm.weight") and tensor.dtype == torch.float32
     dtype = torch.float32 if name == "attn_sink" or name.endswith("ape") or is_fp32_norm else torch.bfloat16
-    largest = tensor[tensor.isfinite()].abs().amax() if bool(tensor.isfinite().any()) else tensor.new_zeros(())
-    return bool(largest.to(dtype).isinf())
+    if torch.finfo(tensor.dtype).max <= torch.finfo(dtype).max:
+        return False
+    return not torch.equal(tensor.isfinite(), tensor.to(dtype).isfinite())
 
 
 _named: set[tuple[int, tuple[str, ...]]] = set()

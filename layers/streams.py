@@ -40,7 +40,7 @@ def start_on_streams(
 
     is_first_ahead   the first task is launched before the others
     """
-    if not streams or device.type != "cuda":
+    if len(tasks) < 2 or not streams or device.type != "cuda":
         return [task() for task in tasks], lambda: None
     current = torch.cuda.current_stream(device)
     ready = current.record_event()

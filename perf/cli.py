@@ -48,6 +48,7 @@ MODULES = {
     "cp_gather_indexer_k_quant_cache": "perf.indexer",
     "deepseek_v4_fp8_einsum": "perf.einsum",
     "dequantize_and_gather_k_cache": "perf.kv_cache",
+    "fp8_bf16_gemm": "perf.gemm",
     "fp8_gemm": "perf.gemm",
     "fp8_gemm_squares": "perf.gemm",
     "fused_compress_norm_rope_store": "perf.compressor_entries",
@@ -738,7 +739,7 @@ def measure_parallel(options: argparse.Namespace) -> int:
     record = parallel.measure(options.gpus, options.only, options.replays)
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
-    differ = [cell["form"] for cell in record["cells"] if not cell["same_bits"]]
+    differ = [cell["form"] for cell in record["cells"] if cell["same_bits"] is False]
     if differ:
         print(f"{PROGRAM} parallel: ranks have other bits in {', '.join(differ)}", file=sys.stderr)
     return 1 if differ else 0

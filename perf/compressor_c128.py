@@ -84,6 +84,8 @@ def _fused(tokens: int, what: str, seed: int) -> Arguments:
         "ties_to_lower",
         False,
         False,
+        False,
+        False,
     )
 
 

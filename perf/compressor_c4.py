@@ -109,6 +109,8 @@ def _fused(kind: Kind, tokens: int, what: str, seed: int) -> Arguments:
         "ties_to_lower",
         False,
         False,
+        False,
+        False,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import os
 import statistics
 import subprocess
 import tempfile
@@ -17,12 +18,18 @@ QUERIES = {"clocks.sm": "sm_mhz", "clocks.mem": "memory_mhz", "power.draw": "pow
 EVERY_MS = 500
 
 
+def first_gpu() -> str:
+    """nvidia-smi's name of the first GPU that this process may use: it does not heed CUDA_VISIBLE_DEVICES."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+
+
 @contextlib.contextmanager
 def watch() -> Iterator[dict[str, Any]]:
     """A dictionary that holds, when the block has ended, the number of `samples` and of each quantity the least, the
     median and the largest: {"sm_mhz": [1830, 1980, 1980], ...}. Where nvidia-smi says nothing it stays empty."""
     found: dict[str, Any] = {}
-    command = ("nvidia-smi", f"--query-gpu={','.join(QUERIES)}", "--format=csv,noheader,nounits", "-i", "0")
+    query = f"--query-gpu={','.join(QUERIES)}"
+    command = ("nvidia-smi", query, "--format=csv,noheader,nounits", "-i", first_gpu())
     with tempfile.TemporaryFile("w+") as out:
         try:
             watcher = subprocess.Popen([*command, "-lms", str(EVERY_MS)], stdout=out, stderr=subprocess.DEVNULL)

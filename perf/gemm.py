@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from cute_kernels.formats import HEAD_DIM, INDEX_DIM
-from cute_kernels.linear import ops as _ops  # noqa: F401  (registers them)
+from cute_kernels.linear.ops import bf16_linear, fp8_linear
 from cute_kernels.linear.verify_cases import FP32, PRODUCTS, ROUNDING
 from cute_kernels.models import MODELS, V41Shape
 from cute_kernels.runtime.ops import OPS
@@ -24,6 +24,7 @@ BF16_TOKENS = (1, 8, 64, 128, 256, 512)
 FEW = 64
 """Up to so many rows, and beyond, cells are summed up together."""
 SQUARES_TOKENS = (128, 512, 2048, 4096)
+DUAL_TOKENS = (40, 64)
 BLOCK = 128
 
 NAMES = ("wqa_wkv", "wq_b", "indexer.wq_b", "wq_b+indexer.wq_b", "wo_a", "wo_b")
@@ -264,7 +265,57 @@ BF16 = Bench(
     same=partial(_near, FP32, 0.0),
 )
 
-BENCHES = (FP8, SQUARES, BF16)
+
+def make_dual(tokens: int, outputs: int, x_outputs: int, columns: int, seed: int) -> Arguments:
+    a, a_scale, weight, weight_scale, out, *_ = make_fp8(tokens, 1, outputs, columns, seed)
+    x, x_weight, x_out, *_ = make_bf16(tokens, x_outputs, columns, seed)
+    return a[:, 0], a_scale[:, 0], weight[0], weight_scale[0], out[:, 0], x, x_weight, x_out, True
+
+
+def _near_both(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
+    """The e4m3 product as that of `fp8_gemm`, the other one as that of `bf16_gemm`."""
+    return _near(PRODUCTS, ROUNDING, got[:1], want[:1]) and _near(FP32, 0.0, got[1:], want[1:])
+
+
+def _two_launches(
+    a: Any, a_scale: Any, weight: Any, weight_scale: Any, out: Any, x: Any, x_weight: Any, x_out: Any, use_pdl: bool
+) -> None:
+    fp8_linear(a, a_scale, weight, weight_scale, out=out, use_pdl=use_pdl)
+    bf16_linear(x, x_weight, out=x_out, use_pdl=use_pdl)
+
+
+def _dual_variants() -> Mapping[str, Run]:
+    overload = OPS["fp8_bf16_gemm"].overload
+    return {"ours without use_pdl": lambda *args: overload(*args[:-1], False), "ours in two launches": _two_launches}
+
+
+def _dual_cases(several: Sequence[int]) -> tuple[Case, ...]:
+    return tuple(
+        Case(
+            f"{model} wqa_wkv and {name} T={tokens}",
+            tokens,
+            partial(make_dual, tokens, MODELS[model].q_lora_rank + HEAD_DIM, outputs, MODELS[model].hidden_size),
+            {"model": model, "linear": name, "M": outputs, "K": MODELS[model].hidden_size, "group": _group(tokens)},
+            "e4m3",
+        )
+        for model, described in MODELS.items()
+        if not isinstance(described, V41Shape)  # whose weights are bf16 on Hopper
+        for name, outputs in (("compressors+weights (C4A)", 2624), ("compressor (C128A)", 1024))
+        for tokens in several
+    )
+
+
+DUAL = Bench(
+    "fp8_bf16_gemm",
+    _dual_cases(DUAL_TOKENS),
+    quick=(64,),
+    between=mark(_dual_cases(draw_rows("fp8_bf16_gemm", DUAL_TOKENS))),
+    peers={},
+    variants=_dual_variants,
+    same=_near_both,
+)
+
+BENCHES = (FP8, SQUARES, BF16, DUAL)
 SWEEPS = {bench.op: bench.sweep for bench in BENCHES}
 QUICK = {bench.op: bench.quick for bench in BENCHES}
 """Numbers of rows of a quick look."""

@@ -40,6 +40,7 @@ from typing import Any
 import torch
 
 from cute_kernels.runtime.record import Cost, record_calls
+from perf.conditions import first_gpu
 from perf.peers import versions
 from perf.public import bind
 
@@ -368,7 +369,7 @@ def environment() -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name(),
         "cpu": _cpu(),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", first_gpu()),
         "torch": str(torch.__version__),
         "dsl": _version("nvidia-cutlass-dsl"),
         "tvm_ffi": _version("apache-tvm-ffi"),

@@ -149,15 +149,19 @@ def make_step(cell: Cell, communicator: Communicator) -> GroupStep:
     return step
 
 
+def has_same_bits(form: str, own: torch.Tensor, communicator: Communicator) -> bool | None:
+    """Whether all ranks hold this rank's result; None if ranks of that form share none, and nothing was compared."""
+    if FORMS[form].tp is None:
+        return None
+    every = own.new_empty((communicator.size, *own.shape))
+    communicator.all_gather(every, own)
+    return all(torch.equal(every[0], other) for other in every)
+
+
 def measure_cell(cell: Cell, communicator: Communicator, replays: int) -> dict[str, Any]:
     """Of this rank's step, which all ranks run; the same on all of them."""
     step = make_step(cell, communicator)
-    first = step.run(0)
-    same = 1
-    if FORMS[cell.form].tp is not None:
-        every = first.new_empty((communicator.size, *first.shape))
-        communicator.all_gather(every, first)
-        same = int(all(torch.equal(every[0], other) for other in every))
+    same_bits = has_same_bits(cell.form, step.run(0), communicator)
     graph, count = capture(step.calls() * ROUNDS)
     times = []
     for _ in range(replays + 1):
@@ -168,12 +172,12 @@ def measure_cell(cell: Cell, communicator: Communicator, replays: int) -> dict[s
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop) * 1e3 / count)
-    own = torch.tensor([statistics.median(times[1:]), -same], device=DEVICE)
-    found = own.new_empty((communicator.size, 2))
+    own = torch.tensor([statistics.median(times[1:])], device=DEVICE)
+    found = own.new_empty((communicator.size, 1))
     communicator.all_gather(found, own)
-    us, differs = found.amax(dim=0).tolist()
+    us = float(found.amax())
     facts = {"phase": cell.phase, "ratio": KINDS[cell.kind], "context": cell.context, "rows": cell.rows}
-    return {**facts, "form": cell.form, "us": round(us, 2), "same_bits": differs < 0}
+    return {**facts, "form": cell.form, "us": round(us, 2), "same_bits": same_bits}
 
 
 def _serve(rank: int, ranks: int, port: int, only: str, replays: int, out: str) -> None:

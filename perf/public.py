@@ -81,6 +81,10 @@ def _fp8_gemm_squares(given: Given) -> Call:
     return partial(_linear("fp8_linear_squares"), blocks=given["squares"].shape[1], **given)
 
 
+def _fp8_bf16_gemm(given: Given) -> Call:
+    return partial(_linear("fp8_bf16_linear"), **given)
+
+
 def _quantize(given: Given) -> Call:
     return partial(_linear("quantize_fp8_1x128"), **given)
 
@@ -162,6 +166,7 @@ _OTHERWISE: Mapping[str, Callable[[Given], Call]] = {
     "bf16_gemm": _bf16_gemm,
     "build_step_metadata": _step,
     "compress_norm_rope_store": _compress,
+    "fp8_bf16_gemm": _fp8_bf16_gemm,
     "fp8_gemm": _fp8_gemm,
     "fp8_gemm_squares": _fp8_gemm_squares,
     "fused_indexer_q_rope_quant_fp8": _indexer_query,

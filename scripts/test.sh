@@ -1,21 +1,24 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Set up .venv and run every check this machine can run. Arguments go to pytest (tests that need a GPU skip without one).
-# --quick, as the first one, leaves out what takes long. Either way it first says what it runs, what it leaves out and
-# about how long that takes, and at the end what was skipped, by reason.
+# --quick, as the first one, leaves out what takes long: some files, and tests that are marked full or slow. Either way
+# it first says what it runs, what it leaves out and about how long that takes, and at the end what was skipped, by
+# reason, and what it took.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/_setup.sh"
 
 left_out=()
-core_minutes=22
+selected=()
+core_minutes=15
 if [[ ${1-} == --quick ]]; then
   shift
-  core_minutes=5
+  core_minutes=3
   left_out=(
-    tests/compile tests/contract tests/gpu tests/model tests/scripts
-    tests/layers/test_{compile,exactness,indexer,meaning,parallel,step_operations}.py
+    tests/compile tests/contract tests/gpu tests/model tests/scripts tests/test_packaging.py
+    tests/layers/test_{compile,exactness,indexer,meaning,parallel,step_operations,v41_keys}.py
     tests/perf/test_{layer,peer_layer}.py tests/runtime/test_verify.py
   )
+  selected=(-m 'not full and not slow')
 fi
 
 setup_venv test
@@ -32,7 +35,10 @@ echo "lint, format, types and tests, with $workers processes"
 if (($# == 0)); then
   echo "about $(((core_minutes + workers - 1) / workers)) minutes, longer where kernels are compiled for the first time"
 fi
-((${#left_out[@]} == 0)) || echo "left out (--quick): ${left_out[*]}"
+if ((${#left_out[@]})); then
+  echo "left out (--quick): ${left_out[*]}"
+  echo "and of the others what is marked full or slow: calls under torch.compile, processes, examples, steps of any size"
+fi
 has_gpu || echo "skipped: what needs an NVIDIA GPU, there is none"
 
 failed=()
@@ -50,11 +56,13 @@ types_log=$(mktemp)
 "$PY" -m mypy >"$types_log" 2>&1 &
 types=$!
 trap 'kill "$types" 2>/dev/null || true; rm -f "$types_log"' EXIT
-check tests pytest -n "$workers" --dist worksteal "${left_out[@]/#/--ignore=}" "$@"
+check tests pytest -n "$workers" --dist worksteal "${left_out[@]/#/--ignore=}" "${selected[@]}" "$@"
 echo "== types"
 wait "$types" || failed+=(types)
 cat "$types_log"
-echo "took $((SECONDS / 60)) min $((SECONDS % 60)) s"
+times >"$types_log" # the second line is of the processes that have ended
+echo "took $((SECONDS / 60)) min $((SECONDS % 60)) s, $(awk -F'[ms ]+' 'NR == 2 {
+  printf "%.1f", $1 + $3 + ($2 + $4) / 60}' "$types_log") minutes of cores"
 
 if ((${#failed[@]})); then
   fail "failed: ${failed[*]}"

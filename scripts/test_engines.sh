@@ -51,8 +51,8 @@ END
   fi
   echo "== $wanted"
   "$PY" -m tests.plugins.seams "$engine" "$unpacked" || failed+=("$wanted: sources")
-  variables=(PYTHONPATH="$unpacked:$folder/packages:$ROOT")
-  [[ $engine == sglang ]] || variables+=(TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=) # its metadata are Triton's
+  # the engines' metadata are Triton's
+  variables=(PYTHONPATH="$unpacked:$folder/packages:$ROOT" TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=)
   env "${variables[@]}" "$PY" -m "tests.plugins.real_$engine" || failed+=("$wanted: modules")
 done
 

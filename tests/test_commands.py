@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,13 @@ def test_commands_are_found() -> None:
     text = f"Try `python -m perf show OP`:\n\n{block}`python -m perf`ect\n"
     assert commands(text) == ["scripts/quickstart.sh --draft 3 # fast", "python -m perf show OP", "python -m perf"]
     assert len(CASES) > 40
+
+
+def test_what_quick_leaves_out_is_there() -> None:
+    """One that is renamed would be run again, unnoticed."""
+    text = (ROOT / "scripts/test.sh").read_text()
+    (listed,) = re.findall(r"^  left_out=\($(.*?)^  \)$", text, re.M | re.S)
+    words = subprocess.run(["bash", "-c", f"printf '%s\n' {' '.join(listed.split())}"], capture_output=True, text=True)
+    left_out = words.stdout.split()
+    assert len(left_out) > 10
+    assert all((ROOT / path).exists() for path in left_out), left_out

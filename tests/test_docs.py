@@ -69,6 +69,7 @@ def test_the_readme_op_example_runs() -> None:
     assert torch.allclose(scope["lse"][1, :, 0], torch.logsumexp(scores, -1), atol=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("page", "behind"), [("README.md", "Metadata is built"), ("docs/v41.md", "`scripts/quick")])
 def test_layer_examples_run(page: str, behind: str) -> None:
     text = (ROOT / page).read_text()

@@ -48,6 +48,7 @@ def test_every_example_is_run() -> None:
     assert sorted([*SHOWN, KERNEL]) == sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SHOWN)
 def test_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out = run(name, monkeypatch, capsys)

@@ -160,17 +160,21 @@ def test_importing_the_packages_is_silent_and_loads_no_compiler(tmp_path: Path) 
 
 
 def test_every_module_of_ops_references_and_layers_imports_without_a_compiler() -> None:
-    """What importing the packages does not load: submodules that users import by name. But first, all ops are found."""
+    """What importing the packages does not load: submodules that users import by name. But first, all ops are found;
+    and nothing asks for a GPU or prints."""
     names = sorted(
         m for m in imports() if within(m, LAYERS) or (within(m, PACKAGES) and last(m).startswith(("ops", "ref")))
     )
     code = (
-        "import importlib, sys\n"
+        "import importlib, sys, torch\n"
+        "before = set(sys.modules)\n"
         "from cute_kernels.runtime.registry import all_ops, ops_with_kernels\n"
         "ops = set(all_ops())\n"
         "assert {'sparse_mla_decode', 'fused_q_kv_rmsnorm', 'top_k_per_row_decode'} <= ops, ops\n"
         "assert {op.name for op in ops_with_kernels()} <= ops\n"
         f"for m in {names!r}: importlib.import_module(m)\n"
-        "sys.exit('cutlass' in sys.modules)\n"
+        f"bad = sorted(m for m in set(sys.modules) - before if m.split('.')[0] in {DSL!r})\n"
+        "sys.exit(f'loaded: {bad}' if bad or 'cutlass' in sys.modules or torch.cuda.is_initialized() else 0)\n"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

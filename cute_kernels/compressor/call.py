@@ -79,6 +79,8 @@ class FusedCall(NamedTuple):
     e2m1_rounding: str
     index_hadamard: bool
     use_pdl: bool
+    cyclic_table: bool = False
+    raw_scores: bool = False
 
 
 class LatentCall(NamedTuple):

@@ -484,6 +484,12 @@ def _check_fused(call: FusedCall) -> None:
     c.require(
         whole, "keep_every", f"0 or a positive multiple of compress_ratio = {call.compress_ratio}", call.keep_every
     )
+    if call.cyclic_table:
+        requests, columns = call.block_table.shape
+        window = reference.window_rows(call.compress_ratio)
+        held = columns * call.state_cache.shape[1]
+        expected = f"columns for {window} tokens or more, which a cyclic table has"
+        c.require(requests == 0 or held >= window, "block_table", expected, f"pages for {held}")
 
 
 def _cost_fused(call: FusedCall) -> Cost:
@@ -558,7 +564,8 @@ _fused = define_op(
     "Tensor query_start_loc, Tensor(a!) state_cache, Tensor slot_mapping, Tensor block_table, Tensor cos_sin_cache, "
     "Tensor(b!) kv_cache, Tensor kv_slot_mapping, Tensor rms_norm_weight, Tensor? min_restart, Tensor? fp8_scale, "
     "float rms_norm_eps, int compress_ratio, SymInt keep_every, str kv_format, str persist, str e2m1_rounding, "
-    "bool index_hadamard, bool use_pdl) -> ()",
+    "bool index_hadamard, bool use_pdl, bool cyclic_table, "
+    "bool raw_scores) -> ()",
     FusedCall,
     check=_check_fused,
     reference=reference.fused_compress_norm_rope_store,
@@ -592,6 +599,8 @@ def fused_compress_norm_rope_store(
     e2m1_rounding: str = "ties_to_lower",
     fp8_scale: torch.Tensor | None = None,
     use_pdl: bool = False,
+    cyclic_table: bool = False,
+    raw_scores: bool = False,
 ) -> None:
     """save_partial_states and compress_norm_rope_store in one op, with the same bytes in kv_cache.
 
@@ -609,7 +618,7 @@ def fused_compress_norm_rope_store(
     token_to_req_indices   int32 [>= T']; a row whose request is not in 0..R-1 closes nothing
     query_start_loc        int32 [R + 1]: request r has rows query_start_loc[r] to query_start_loc[r + 1] - 1
     state_cache            fp32 [num_blocks, block_size, 2 * width], page stride = stride(0); mutated
-    slot_mapping           int64 [T'], T' <= T, state slots, distinct where valid
+    slot_mapping           int64 [T'], T' <= T, state slots, distinct where they are saved
     block_table            int32 [R, columns] of the state cache, row-strided; for rows older than the step. An entry
                            that needs one on a page that is negative or outside the cache is skipped
     cos_sin_cache          fp32 [max_pos, 64], cos then sin
@@ -629,6 +638,10 @@ def fused_compress_norm_rope_store(
     index_hadamard, e2m1_rounding, fp8_scale   as in compress_norm_rope_store
     use_pdl                start while the kernel before on the stream still runs (programmatic dependent launch), and
                            wait for it before anything but constants is read
+    cyclic_table           whether columns of the block table come round again: position p is on the page of column
+                           (p // rows of a page) mod columns, so that a table holds the pages of a window only. Slots of
+                           a step may then repeat, where they are not saved
+    raw_scores             whether the state cache holds scores without ape, which every row then gets when it is read
 
     Raises ValueError or TypeError on arguments that do not fit.
     """
@@ -656,6 +669,8 @@ def fused_compress_norm_rope_store(
             e2m1_rounding,
             index_hadamard,
             use_pdl,
+            cyclic_table,
+            raw_scores,
         )
     )
 

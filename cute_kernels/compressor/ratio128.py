@@ -316,6 +316,7 @@ class State(NamedTuple):
 
     known        positions below it have a column in the table
     requests     rows of the table
+    cycle        columns of the table, which come round again in the kernel for cyclic tables
     """
 
     pool: Int64
@@ -327,6 +328,7 @@ class State(NamedTuple):
     table_stride: Int64
     known: Int32
     requests: Int32
+    cycle: cute.FastDivmodDivisorV2
 
 
 class Step(NamedTuple):
@@ -362,11 +364,15 @@ class Producer:
 
     fused      whether rows of the step come from kv_score, and are saved
     bars       how they reach the other warps
+    cyclic     whether columns of the block table come round again
+    raw        whether it has scores without their bias
     """
 
-    def __init__(self, fused: bool, bars: Bars) -> None:
+    def __init__(self, fused: bool, bars: Bars, cyclic: bool = False, raw: bool = False) -> None:
         self.fused = fused
         self.bars = bars
+        self.cyclic = cyclic
+        self.raw = raw
 
     @cute.jit
     def run(self, tokens: Tokens, state: State, step: Step, entries: Int32, tables: Tables, first: Int32) -> None:
@@ -462,6 +468,8 @@ class Producer:
         at = position - Int64(behind)
         is_known = at < Int64(state.known)
         column, offset = divmod(Int32(at if is_known else Int64(0)), state.divisor)
+        if const_expr(self.cyclic):
+            _, column = divmod(column, state.cycle)
         table = state.table + Int64(request) * state.table_stride
         page = ptx.load_global_s32_where(is_known, table + Int64(column) * 4)
         target, bias, is_saved = Int64(0), Int32(-1), Boolean(False)
@@ -480,7 +488,7 @@ class Producer:
             is_kept = self.is_row(own.slot, state.capacity) and at >= self.oldest(step, facts, position, token)
             is_saved = is_new and belongs and is_kept
             target = self.state_row(state, own.slot, is_saved)
-            bias = row if is_new else Int32(-1)
+            bias = row if is_new or self.raw else Int32(-1)
         kind = Int32(ENTRY)
         if self.bars.any_row(source == 0):
             kind = Int32(SAVE) if self.bars.any_row(is_saved) else Int32(END)
@@ -679,7 +687,9 @@ class C128Kernel:
     threads = WARPS * 32
     has_dependency = True
 
-    def __init__(self, name: str, fused: bool, cluster: int, store: epilogue.EntryStore) -> None:
+    def __init__(
+        self, name: str, fused: bool, cluster: int, store: epilogue.EntryStore, cyclic: bool = False, raw: bool = False
+    ) -> None:
         self.name = name
         self.fused = fused
         self.cluster = cluster
@@ -687,7 +697,8 @@ class C128Kernel:
         self.copy_bytes = copy_bytes(fused)
         self.store = store
         self.bars = Bars(LISTED, HEADED, TAKEN, PRODUCERS, CONSUMER_WARPS * 32, fused)
-        self.producer = Producer(fused, self.bars)
+        self.producer = Producer(fused, self.bars, cyclic, raw)
+        self.cyclic, self.raw = cyclic, raw
         self.mean = Mean(WRITTEN, READ)
 
     @cute.jit
@@ -738,8 +749,9 @@ class C128Kernel:
             cute.fast_divmod_create_divisor_v2(state_page_rows),
             block_table,
             block_table_stride,
-            block_table_columns * state_page_rows,
+            Int32(2**31 - 1) if const_expr(self.cyclic) else block_table_columns * state_page_rows,
             block_table_rows,
+            cute.fast_divmod_create_divisor_v2(cutlass.max(block_table_columns, 1)),
         )
         step = Step(kv_score, kv_stride, ape, ape_stride, starts, restart, window, by_entries)
         cache = epilogue.make_cache(
@@ -839,9 +851,11 @@ class C128Kernel:
                 table = tile % TABLES * RATIO + thread // 16
                 for i in range_constexpr(ROWS):
                     bias = ptx.load_shared_128(place + self.slot(2, i))
+                    kept = scores[i]
                     scores[i] = self.biased(scores[i], bias, smem.tables.bias[table + i * GROUPS])
+                    kept = kept if self.raw else scores[i]
                     target = smem.tables.target[table + i * GROUPS]
-                    words = [score.bitcast(Int32) for score in scores[i]]
+                    words = [score.bitcast(Int32) for score in kept]
                     ptx.store_global_128(target + column, values[i], target != 0)
                     ptx.store_global_128(target + column + HALF_ROW, words, target != 0)
             if next_tile != tile:
@@ -919,6 +933,8 @@ class C128Key(KernelKey):
 
     fused     whether rows of the step come from kv_score and are saved
     cluster   CTAs that share an entry: 2, 4 or 8
+    cyclic    whether columns of the block table come round again
+    raw       whether it has scores without their bias
     others    see entry.EntryStore
     """
 
@@ -928,6 +944,8 @@ class C128Key(KernelKey):
     fp32_weight: bool = False
     fused: bool = False
     cluster: int = CLUSTERS[0]
+    cyclic: bool = False
+    raw: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -946,6 +964,7 @@ class C128Key(KernelKey):
         op = "fused_compress" if self.fused else "compress"
         weight = "_fp32_weight" if self.fp32_weight else ""
         name = f"{op}_norm_rope_store_c128x{self.cluster}_{self.kv_format.split('/')[0]}{weight}"
+        name += "_cyclic" * self.cyclic + "_raw" * self.raw
         store = epilogue.EntryStore(self.kv_format, self.fp32_weight, "", False, self.arch)
         return self.make_kernel(name, store), (
             slots,
@@ -958,17 +977,19 @@ class C128Key(KernelKey):
         )
 
     def make_kernel(self, name: str, store: epilogue.EntryStore) -> Callable[..., None]:
-        return C128Kernel(name, self.fused, self.cluster, store)
+        return C128Kernel(name, self.fused, self.cluster, store, self.cyclic, self.raw)
 
 
-def key_for(arch: str, kv_format: str, fp32_weight: bool, fused: bool, cluster: int) -> C128Key:
+def key_for(
+    arch: str, kv_format: str, fp32_weight: bool, fused: bool, cluster: int, cyclic: bool = False, raw: bool = False
+) -> C128Key:
     """The kernel with clusters of so many CTAs, or the portable one, which has none."""
     # it is made of parts of this module
     from cute_kernels.compressor.ratio128_portable import PortableC128Key
 
     if runs_on(arch):
-        return C128Key(arch, kv_format, fp32_weight, fused, cluster)
-    return PortableC128Key(arch, kv_format, fp32_weight, fused)
+        return C128Key(arch, kv_format, fp32_weight, fused, cluster, cyclic, raw)
+    return PortableC128Key(arch, kv_format, fp32_weight, fused, cyclic=cyclic, raw=raw)
 
 
 def deployment_keys(config: ModelConfig, tp: int, arch: str, fused: bool) -> list[C128Key]:
@@ -1000,8 +1021,16 @@ def tokens_per_cluster(count: int, multiprocessors: int, cluster: int) -> int:
 
 
 @cache
-def _key(device_index: int, kv_format: str, fp32_weight: bool, fused: bool, cluster: int) -> C128Key:
-    return key_for(arch_of(device_index), kv_format, fp32_weight, fused, cluster)
+def _key(
+    device_index: int,
+    kv_format: str,
+    fp32_weight: bool,
+    fused: bool,
+    cluster: int,
+    cyclic: bool = False,
+    raw: bool = False,
+) -> C128Key:
+    return key_for(arch_of(device_index), kv_format, fp32_weight, fused, cluster, cyclic, raw)
 
 
 # ---- launch
@@ -1098,6 +1127,8 @@ def launch_fused(call: FusedCall, per_cluster: int | None = None, cluster: int |
         call.rms_norm_weight.element_size() == 4,
         True,
         cluster or ctas_per_entry(count),
+        call.cyclic_table,
+        call.raw_scores,
     )
     per_cluster = per_cluster or tokens_per_cluster(count, multiprocessors(device_index), key.cluster)
     launch_key(

@@ -57,11 +57,11 @@ class PortableC128Kernel(C128Kernel):
 
     threads = THREADS
 
-    def __init__(self, name: str, fused: bool, store: epilogue.EntryStore, arch: str) -> None:
+    def __init__(self, name: str, fused: bool, store: epilogue.EntryStore, arch: str, cyclic: bool, raw: bool) -> None:
         self.name, self.fused, self.store = name, fused, store
-        self.cluster = 1
+        self.cluster, self.cyclic = 1, cyclic
         self.has_dependency = arch_number(arch) >= ptx.DEPENDENT_LAUNCH_ARCH
-        self.producer = Producer(fused, Bars(MET, MET, MET, MET, 0, fused))
+        self.producer = Producer(fused, Bars(MET, MET, MET, MET, 0, fused), cyclic, raw)
 
     def ctas(self, count: Any, per_cluster: Any) -> Any:
         return count
@@ -102,11 +102,13 @@ class PortableC128Kernel(C128Kernel):
         source = step.kv_score + Int64(token) * step.kv_stride + column
         value = ptx.load_global_128_where(is_saved, source)
         score = ptx.load_global_128_where(is_saved, source + HALF_ROW)
-        phase = Int32(own.position) & (RATIO - 1)
-        row = ptx.load_global_128_where(is_saved, step.ape + Int64(phase) * step.ape_stride + column)
-        biased = self.biased([word.bitcast(Float32) for word in score], row, Int32(0))
+        if const_expr(not self.producer.raw):
+            phase = Int32(own.position) & (RATIO - 1)
+            row = ptx.load_global_128_where(is_saved, step.ape + Int64(phase) * step.ape_stride + column)
+            biased = self.biased([word.bitcast(Float32) for word in score], row, Int32(0))
+            score = tuple(x.bitcast(Int32) for x in biased)
         ptx.store_global_128(target, value, is_saved)
-        ptx.store_global_128(target + HALF_ROW, [x.bitcast(Int32) for x in biased], is_saved)
+        ptx.store_global_128(target + HALF_ROW, score, is_saved)
 
     @cute.jit
     def find_row(self, state: State, step: Step, token: Int32, own: Token, request: Request) -> tuple[Int64, Int32]:
@@ -116,6 +118,8 @@ class PortableC128Kernel(C128Kernel):
         at = own.position - Int64(behind)
         is_listed = at < Int64(state.known)
         column, offset = divmod(Int32(at if is_listed else Int64(0)), state.divisor)
+        if const_expr(self.cyclic):
+            _, column = divmod(column, state.cycle)
         table = state.table + Int64(own.request) * state.table_stride
         page = ptx.load_global_s32_where(is_listed, table + Int64(column) * 4)
         is_cached = is_listed and page >= 0 and page < state.pages
@@ -125,7 +129,7 @@ class PortableC128Kernel(C128Kernel):
             number = token - behind
             is_new = number >= cutlass.max(request.start, 0)
             source = step.kv_score + Int64(number) * step.kv_stride if is_new else source
-            row = Int32(thread) if is_new else Int32(-1)
+            row = Int32(thread) if is_new or self.producer.raw else Int32(-1)
         return source, row
 
     @cute.jit
@@ -187,4 +191,4 @@ class PortableC128Key(C128Key):
         return "ld.global.128", "ex2"
 
     def make_kernel(self, name: str, store: epilogue.EntryStore) -> Callable[..., None]:
-        return PortableC128Kernel(name, self.fused, store, self.arch)
+        return PortableC128Kernel(name, self.fused, store, self.arch, self.cyclic, self.raw)

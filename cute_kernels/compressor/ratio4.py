@@ -100,7 +100,10 @@ class Tokens(NamedTuple):
 
 
 class State(NamedTuple):
-    """The state cache and its block table, int32 [requests, columns]. Strides in bytes."""
+    """The state cache and its block table, int32 [requests, columns]. Strides in bytes.
+
+    cycle   columns of the table, which come round again in the kernel for cyclic tables
+    """
 
     pool: Int64
     page_stride: Int64
@@ -111,6 +114,7 @@ class State(NamedTuple):
     table_stride: Int64
     requests: Int32
     columns: Int32
+    cycle: cute.FastDivmodDivisorV2
 
     def row(self, page: Any, row: Any, row_bytes: int) -> Any:
         """Address of a row of a page."""
@@ -249,7 +253,9 @@ class C4Kernel:
     """Entry point of both kernels; its arguments are those of `Tokens`, `State`, `Step` and `entry.Cache`, use_pdl and
     the stream.
 
-    early   what describes the step is read before the wait for the kernel ahead, which does not write it"""
+    early   what describes the step is read before the wait for the kernel ahead, which does not write it
+    cyclic  columns of the block table come round again
+    raw     the state cache has scores without their bias"""
 
     def __init__(
         self,
@@ -259,6 +265,8 @@ class C4Kernel:
         store: epilogue.EntryStore,
         has_dependency: bool,
         early: bool = False,
+        cyclic: bool = False,
+        raw: bool = False,
     ) -> None:
         self.name = name
         self.fused = fused
@@ -266,6 +274,8 @@ class C4Kernel:
         self.store = store
         self.has_dependency = has_dependency
         self.early = early and has_dependency and fused
+        self.cyclic = cyclic
+        self.raw = raw
         self.lanes = store.dim // 4
         self.team = self.lanes // 32
         self.teams = WARPS // self.team
@@ -320,6 +330,7 @@ class C4Kernel:
             stride_bytes(block_table, 0),
             length(block_table, 0),
             length(block_table, 1),
+            cute.fast_divmod_create_divisor_v2(cutlass.max(length(block_table, 1), 1)),
         )
         step = Step(kv_score, row_stride, ape, ape_stride, starts, min_restart, keep_every, save_all)
         cache = epilogue.make_cache(
@@ -428,6 +439,8 @@ class C4Kernel:
         """Page, and row of the page, of one row of the window of lane `source`'s token; eight lanes see to one each."""
         position = cute.arch.shuffle_sync(lanes.position, source) - (WINDOW - 1) + cute.arch.lane_idx() % WINDOW
         column, row = divmod(cutlass.max(position, 0), state.page_rows)
+        if const_expr(self.cyclic):
+            _, column = divmod(column, state.cycle)
         is_inside = is_wanted & (position >= 0) & (column < state.columns)
         # a token that closes an entry has a request
         start = state.table + Int64(cute.arch.shuffle_sync(lanes.request, source)) * state.table_stride
@@ -484,9 +497,10 @@ class C4Kernel:
             if const_expr(self.fused):
                 # the assembler would add the first biases, and wait for their scores, before all loads are issued
                 cute.arch.sync_warp()
-                for r in range_constexpr(WINDOW):
-                    biased = self.add(scores[r], ptx.load_shared_128(own.bias + r * OWN_ROW))
-                    scores[r] = self.choose((new >> r) & 1 != 0, biased, scores[r])
+                if const_expr(not self.raw):
+                    for r in range_constexpr(WINDOW):
+                        biased = self.add(scores[r], ptx.load_shared_128(own.bias + r * OWN_ROW))
+                        scores[r] = self.choose((new >> r) & 1 != 0, biased, scores[r])
                 if saved != 0:
                     for r in range_constexpr(WINDOW):
                         target = shuffle(lanes.target, source - BEHIND + r)
@@ -494,6 +508,8 @@ class C4Kernel:
                         is_saved = (saved >> r) & 1 != 0
                         ptx.store_global_128(target, values[r], is_saved)
                         ptx.store_global_128(target + 2 * self.half, scores[r], is_saved)
+                if const_expr(self.raw):
+                    scores = [self.add(s, ptx.load_shared_128(own.bias + r * OWN_ROW)) for r, s in enumerate(scores)]
             nothing = (Int32(0),) * 4, (Float32(float("-inf")).bitcast(Int32),) * 4
             for r in range_constexpr(RATIO):
                 is_part = (taking >> r) & 1 != 0
@@ -539,9 +555,10 @@ class C4Kernel:
         phase = known.position & (RATIO - 1)
         for h in range_constexpr(2):
             value, score = ptx.load_shared_128(own.row + h * OWN_ROW), ptx.load_shared_128(own.row + (2 + h) * OWN_ROW)
-            biased = self.add(score, ptx.load_shared_128(own.bias + (phase + h * RATIO) * OWN_ROW))
+            if const_expr(not self.raw):
+                score = self.add(score, ptx.load_shared_128(own.bias + (phase + h * RATIO) * OWN_ROW))
             ptx.store_global_128(target + h * self.half, value, has_halves[h])
-            ptx.store_global_128(target + (2 + h) * self.half, biased, has_halves[h])
+            ptx.store_global_128(target + (2 + h) * self.half, score, has_halves[h])
 
     def add(self, a: Any, b: Any) -> Any:
         """fp32 sums, as words."""
@@ -566,6 +583,8 @@ class C4Key(KernelKey):
 
     fused        whether rows of the step come from its projections, and are saved
     through_l1   whether window rows may go through L1: faster where all of many rows are saved, slower elsewhere
+    cyclic       whether columns of the block table come round again
+    raw          whether it has scores without their bias
     others       see entry.EntryStore
     """
 
@@ -577,6 +596,8 @@ class C4Key(KernelKey):
     e2m1_rounding: str = ""
     index_hadamard: bool = False
     through_l1: bool = False
+    cyclic: bool = False
+    raw: bool = False
 
     @property
     def name(self) -> str:
@@ -587,6 +608,8 @@ class C4Key(KernelKey):
             "fp32w" * self.fp32_weight,
             self.e2m1_rounding,
             "l1" * self.through_l1,
+            "cyclic" * self.cyclic,
+            "raw" * self.raw,
         )
         return "_".join(filter(None, (op, *options, "hadamard" * self.index_hadamard)))
 
@@ -607,8 +630,9 @@ class C4Key(KernelKey):
         store = epilogue.EntryStore(
             self.kv_format, self.fp32_weight, self.e2m1_rounding, self.index_hadamard, self.arch
         )
+        has_dependency = arch_number(self.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
         kernel = C4Kernel(
-            self.name, self.fused, self.through_l1, store, arch_number(self.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
+            self.name, self.fused, self.through_l1, store, has_dependency, cyclic=self.cyclic, raw=self.raw
         )
         return kernel, (*tokens, *state, *step, *epilogue.fake_numbers(), Boolean(False), stream)
 
@@ -656,9 +680,11 @@ def _key(
     e2m1_rounding: str,
     index_hadamard: bool,
     through_l1: bool,
+    cyclic: bool = False,
+    raw: bool = False,
 ) -> C4Key:
     fields = epilogue.store_for(kv_format, fp32_weight, e2m1_rounding, index_hadamard)
-    return C4Key(arch_of(device_index), fused, **fields, through_l1=through_l1)
+    return C4Key(arch_of(device_index), fused, **fields, through_l1=through_l1, cyclic=cyclic, raw=raw)
 
 
 # ---- launch
@@ -736,7 +762,17 @@ def launch_fused(call: FusedCall, *, per_team: int | None = None, through_l1: bo
     fp32_weight = call.rms_norm_weight.element_size() == 4
     pages, page_rows, _ = call.state_cache.shape
     launch_key(
-        _key(device_index, True, call.kv_format, fp32_weight, call.e2m1_rounding, call.index_hadamard, through_l1),
+        _key(
+            device_index,
+            True,
+            call.kv_format,
+            fp32_weight,
+            call.e2m1_rounding,
+            call.index_hadamard,
+            through_l1,
+            call.cyclic_table,
+            call.raw_scores,
+        ),
         device_index,
         call.slot_mapping,
         call.kv_slot_mapping.data_ptr(),

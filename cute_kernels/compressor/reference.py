@@ -121,7 +121,11 @@ def windows_of(call: CompressCall | FusedCall, tokens: torch.Tensor) -> Windows:
         here = tokens[:, None] + reach
         first = of_request(call.query_start_loc[:-1], requests)
         step_rows = here.where((here >= first[:, None]) & (rows >= 0), step_rows)
-    slots = entries_to_slots(rows, requests[:, None], call.block_table, call.state_cache.shape[1])
+    page_rows = call.state_cache.shape[1]
+    where = rows
+    if isinstance(call, FusedCall) and call.cyclic_table:
+        where = (rows % max(call.block_table.shape[1] * page_rows, 1)).where(rows >= 0, rows)
+    slots = entries_to_slots(where, requests[:, None], call.block_table, page_rows)
     return Windows(tokens, rows, step_rows, slots)
 
 
@@ -183,6 +187,9 @@ def store_windows(call: CompressCall | FusedCall, every: Windows) -> None:
     for part in every.parts():
         rows = call.state_cache.new_zeros(*part.positions.shape, state.row_elements)
         rows[part.cached] = state.read(call.state_cache, call.state_cache.shape[1], part.slots[part.cached])
+        if isinstance(call, FusedCall) and call.raw_scores:
+            kv, score = rows[part.cached].chunk(2, dim=1)
+            rows[part.cached] = state_rows(kv, score, call.ape, part.positions[part.cached], call.compress_ratio)
         if isinstance(call, FusedCall):
             new = part.step_rows >= 0
             kv, score = call.kv_score[part.step_rows[new]].chunk(2, dim=1)
@@ -223,7 +230,9 @@ def fused_compress_norm_rope_store(call: FusedCall) -> None:
     store_windows(call, every)
     rows = saved.nonzero().squeeze(1)
     kv, score = call.kv_score[rows].chunk(2, dim=1)
-    fresh = state_rows(kv, score, call.ape, call.positions[rows], call.compress_ratio)
+    fresh = call.kv_score[rows]
+    if not call.raw_scores:
+        fresh = state_rows(kv, score, call.ape, call.positions[rows], call.compress_ratio)
     state.write(call.state_cache, call.state_cache.shape[1], call.slot_mapping[rows], fresh)
 
 

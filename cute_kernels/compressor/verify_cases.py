@@ -150,12 +150,15 @@ def random_step(
     fp32_weight: bool = False,
     options: tuple[str, bool] = ("ties_to_lower", False),
     at_ends: bool = False,
+    columns: int = 0,
+    raw_scores: bool = False,
 ) -> dict[str, Any]:
     """Arguments of the fused op on the CPU: requests with so many tokens each behind prefixes of random lengths.
 
     All pages hold numbers, so that any prefix can be read. No state slot that the step writes holds a row it reads.
     With `bad`, some slots name no row, some pages do not exist, and a few rows belong to nobody. With `at_ends`, every
-    request's first token is the last of a group.
+    request's first token is the last of a group. With `columns`, the table is cyclic and has so many, and only a step
+    of one token for each request saves.
     """
     g = torch.Generator().manual_seed(seed)
     fmt: Any = formats.FORMATS[kv_format]
@@ -171,13 +174,14 @@ def random_step(
     position = torch.tensor([*positions, *[ratio - 1] * pad], dtype=torch.int64)
     request = torch.tensor([*owners, *[0] * pad], dtype=torch.int32)
     deepest = max([a + n for a, n in zip(prefixes, lengths, strict=True)] + [1])
-    columns = -(-deepest // state_rows)
+    cycle = columns
+    columns = columns or -(-deepest // state_rows)
     pages = max(requests, 1) * columns + 1
     table = torch.randperm(pages, generator=g)[: requests * columns].view(requests, columns).int()
     slots = torch.full((rows,), -1)
     if positions:
         at = torch.tensor(positions)
-        slots[:-pad] = table[torch.tensor(owners), at // state_rows].long() * state_rows + at % state_rows
+        slots[:-pad] = table[torch.tensor(owners), at // state_rows % columns].long() * state_rows + at % state_rows
     entries = (rows if at_ends else -(-rows // ratio)) + 8
     entry_pages = -(-entries // entry_rows) + 1
     closing = (position + 1) % ratio == 0
@@ -201,6 +205,7 @@ def random_step(
     weight = torch.randn(fmt.dim, generator=g) * torch.exp2(torch.arange(fmt.dim) % 9 - 6)
     angles = torch.arange(deepest - 2 if deepest > 8 else 8)[:, None] * 160000.0 ** (-torch.arange(32) / 32)
     scaled = fmt is formats.PLAIN_FP8
+    saves = not cycle or max([*lengths, 0]) <= 1
     return {
         "kv_score": wide[:, : 2 * width],
         "ape": torch.randn(ratio, width, generator=g),
@@ -214,16 +219,18 @@ def random_step(
         "kv_cache": _poisoned(fmt, entry_pages, entry_rows, 512),
         "kv_slot_mapping": entry_slots,
         "rms_norm_weight": weight if fp32_weight else weight.bfloat16(),
-        "min_restart": None,
+        "min_restart": None if saves else torch.full((requests,), 2**31 - 1, dtype=torch.int32),
         "fp8_scale": torch.tensor([0.3]) if scaled else None,
         "rms_norm_eps": 1e-6,
         "compress_ratio": ratio,
         "keep_every": 0,
         "kv_format": kv_format,
-        "persist": "all",
+        "persist": "all" if saves else "window",
         "e2m1_rounding": options[0],
         "index_hadamard": options[1],
         "use_pdl": False,
+        "cyclic_table": cycle > 0,
+        "raw_scores": raw_scores,
     }
 
 
@@ -291,6 +298,21 @@ def fused() -> Iterator[Example]:
             f"{name}, saving what is needed",
             {**a, "persist": "window", "keep_every": 8 * a["compress_ratio"], "use_pdl": True},
         )
+    for lengths in (_MIXED, [1] * 40):
+        for kv_format, hadamard in ((formats.FP8_DS_MLA.id, False), (formats.INDEXER_FP8.id, True)):
+            ring: dict[str, Any] = {"columns": 2, "options": ("ties_to_lower", hadamard)}
+            a = random_step(kv_format, 4, lengths, len(lengths), longest_prefix=90, raw_scores=hadamard, **ring)
+            yield _example(f"{kv_format}, ratio 4, cyclic tables, {len(lengths)} requests", a)
+        ring = {"state_rows": 128, "columns": 1, "entry_rows": 2, "raw_scores": lengths[1] > 1}
+        a = random_step(
+            formats.FP8_DS_MLA.id,
+            128,
+            [n * 8 for n in lengths] if lengths[1] > 1 else lengths,
+            3,
+            longest_prefix=600,
+            **ring,
+        )
+        yield _example(f"ratio 128, cyclic tables, {len(lengths)} requests", a)
 
 
 def soak_fused() -> Iterator[Example]:

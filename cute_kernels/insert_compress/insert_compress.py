@@ -223,16 +223,18 @@ class InsertCompressKernel:
         rows = make_rows(q, in_place, (kv, slots, Int64(0)), positions, table, keys, k_eps, self.qnorm.rows)
         count = length(state_slots, 0)
         tokens = Tokens(address(positions), requests, address(state_slots), entry_slots, count, per_cluster)
+        page_divisor = cute.fast_divmod_create_divisor_v2(state_page_rows)
         state = State(
             state_pool,
             state_page_stride,
             state_pages,
             state_pages * state_page_rows,
-            cute.fast_divmod_create_divisor_v2(state_page_rows),
+            page_divisor,
             address(block_table),
             stride_bytes(block_table, 0),
             length(block_table, 1) * state_page_rows,
             length(block_table, 0),
+            page_divisor,  # of cyclic tables alone
         )
         step = Step(kv_score, row_stride, ape, ape_stride, starts, restart, window, Int32(0))
         cache = epilogue.make_cache(

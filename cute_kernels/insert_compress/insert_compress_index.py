@@ -279,7 +279,9 @@ def make_compressor(
     divisor = cute.fast_divmod_create_divisor_v2(page_rows)
     return (
         Tokens(*tokens),
-        State(pool, page_stride, pages, pages * page_rows, divisor, *table),
+        State(
+            pool, page_stride, pages, pages * page_rows, divisor, *table, divisor
+        ),  # the last one is of cyclic tables alone
         Step(*step),
         epilogue.make_cache(*cache),
     )

@@ -53,6 +53,20 @@ class Bf16GemmCall(NamedTuple):
     use_pdl: bool
 
 
+class DualGemmCall(NamedTuple):
+    """fp8_bf16_gemm."""
+
+    a: torch.Tensor
+    a_scale: torch.Tensor
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    out: torch.Tensor
+    x: torch.Tensor
+    x_weight: torch.Tensor
+    x_out: torch.Tensor
+    use_pdl: bool
+
+
 class EinsumCall(NamedTuple):
     """deepseek_v4_fp8_einsum."""
 

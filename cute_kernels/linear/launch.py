@@ -16,8 +16,9 @@ import torch
 
 from cute_kernels.linear import select
 from cute_kernels.linear.blackwell.gemm import ROWS, BlackwellGemmKey, BlackwellPairGemmKey
-from cute_kernels.linear.call import Bf16GemmCall, EinsumCall, Fp8GemmCall, SquaresCall
+from cute_kernels.linear.call import Bf16GemmCall, DualGemmCall, EinsumCall, Fp8GemmCall, SquaresCall
 from cute_kernels.linear.hopper.gemm import SCALE_BLOCK, GemmKey
+from cute_kernels.linear.hopper.gemm_dual import DualGemmKey
 from cute_kernels.linear.hopper.gemm_swap_ab import SwapAbKey
 from cute_kernels.linear.mma_sync.gemm import PortableGemmKey
 from cute_kernels.linear.params import CHUNK
@@ -198,16 +199,14 @@ EQUATION = "bhr,hdr->bhd"
 MOST_SWAPPED_ROWS = 32
 """More rows are faster the other way round on an H200."""
 
-MOST_SWAPPED_CODE_ROWS, FEW_CODES = 64, 1024
-"""The same for e4m3 results of so few columns: only the swapped operands' kernel cuts their K into more than two."""
 
-
-def _is_swapped(out: torch.Tensor, batch_invariant: bool) -> bool:
-    rows, groups, outputs = out.shape
-    if batch_invariant or rows <= MOST_SWAPPED_ROWS:
-        return True
-    is_small = rows <= MOST_SWAPPED_CODE_ROWS and groups * outputs <= FEW_CODES
-    return is_small and OUTPUTS[str(out.dtype)] == "e4m3"
+def _swapped(call: Fp8GemmCall) -> tuple[SwapAbKey, int] | None:
+    """The swapped operands' kernel for a call and its number of clusters, or None: that for many rows."""
+    shape, output = call.out.shape, OUTPUTS[str(call.out.dtype)]
+    chunks = call.a.shape[2] // CHUNK
+    if call.batch_invariant or shape[0] <= MOST_SWAPPED_ROWS:
+        return select.swap_ab("e4m3", output, *shape, chunks)
+    return select.swap_ab_codes(*shape, chunks) if output == "e4m3" else None
 
 
 def fp8_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
@@ -218,7 +217,7 @@ def fp8_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
     many = [
         key for output in OUTPUTS.values() if output in outputs for key in select.many_rows_keys(output, may_split=True)
     ]
-    return [*select.swap_ab_keys(config, tp, arch, "e4m3"), *many]
+    return list(dict.fromkeys([*select.swap_ab_keys(config, tp, arch, "e4m3"), *select.swap_ab_codes_keys(), *many]))
 
 
 def _as_einsum(call: Fp8GemmCall) -> EinsumCall:
@@ -233,7 +232,7 @@ def why_not_fp8(call: Fp8GemmCall) -> str:
         if OUTPUTS[str(call.out.dtype)] != "bf16":
             return f"a result of {call.out.dtype} has a kernel on {HOPPER} only, this is {arch}"
         return why_not_einsum(_as_einsum(call))
-    if not _is_swapped(call.out, call.batch_invariant) and not is_aligned(call.out):
+    if _swapped(call) is None and not is_aligned(call.out):
         return (
             f"out must be 16-byte aligned row by row for many rows, got address {call.out.data_ptr():#x} and strides "
             f"{tuple(call.out.stride())}"
@@ -253,12 +252,13 @@ def launch_fp8(call: Fp8GemmCall) -> None:
     if arch_of(device_index) != HOPPER:
         launch_einsum(_as_einsum(call), call.use_pdl)
         return
-    shape = OUTPUTS[str(call.out.dtype)], rows, groups, outputs, call.a.shape[2] // CHUNK
     key: KernelKey
-    if _is_swapped(call.out, call.batch_invariant):
-        key, number = select.swap_ab("e4m3", *shape)
+    swapped = _swapped(call)
+    if swapped is not None:
+        key, number = swapped
         number = grid_size(number)
     else:
+        shape = OUTPUTS[str(call.out.dtype)], rows, groups, outputs, call.a.shape[2] // CHUNK
         key, number = select.many_rows(*shape, multiprocessors(device_index), may_split=True)
         number = number if key.splits > 1 else grid_size(number)  # a cluster of splits takes one work tile
     weight = call.weight, call.weight_scale
@@ -348,3 +348,37 @@ def launch_bf16(call: Bf16GemmCall) -> None:
 
 
 BF16_GEMM = OpKernel(launch_bf16, why_not_bf16, bf16_keys)
+
+
+# ---- fp8_bf16_gemm
+
+
+def dual_keys(config: ModelConfig, tp: int, arch: str) -> list[DualGemmKey]:
+    """One takes every call."""
+    return [DualGemmKey(arch)] if arch == HOPPER else []
+
+
+def why_not_dual(call: DualGemmCall) -> str:
+    """Why no kernel can take a (checked) call; empty if one can."""
+    arch = arch_of(call.out.device.index)
+    if arch != HOPPER:
+        return f"there is a kernel on {HOPPER} only, this is {arch}"
+    for name, result in (("out", call.out), ("x_out", call.x_out)):
+        if not is_aligned(result):
+            where = f"address {result.data_ptr():#x} and strides {tuple(result.stride())}"
+            return f"{name} must be 16-byte aligned row by row, got {where}"
+    first = misfit(("a", call.a), ("weight", call.weight), call.out)
+    return first or misfit(("x", call.x), ("x_weight", call.x_weight), call.x_out)
+
+
+def launch_dual(call: DualGemmCall) -> None:
+    """Run the kernel on the current stream of out's device."""
+    if call.out.shape[0] == 0:
+        return
+    rows = call.a.unsqueeze(1), call.a_scale.unsqueeze(1)
+    weight = call.weight.unsqueeze(0), call.weight_scale.unsqueeze(0)
+    bf16 = call.x.unsqueeze(1), call.x_weight.unsqueeze(0), call.x_out.unsqueeze(1)
+    launch_key(DualGemmKey(HOPPER), call.out.device.index, *rows, *weight, call.out.unsqueeze(1), *bf16, call.use_pdl)
+
+
+DUAL_GEMM = OpKernel(launch_dual, why_not_dual, dual_keys)

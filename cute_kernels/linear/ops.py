@@ -10,7 +10,7 @@ import torch
 from cute_kernels import formats
 from cute_kernels.formats import round_up
 from cute_kernels.linear import reference
-from cute_kernels.linear.call import Bf16GemmCall, EinsumCall, Fp8GemmCall, QuantizeCall, SquaresCall
+from cute_kernels.linear.call import Bf16GemmCall, DualGemmCall, EinsumCall, Fp8GemmCall, QuantizeCall, SquaresCall
 from cute_kernels.linear.scales import BLOCK, CHUNKS_PER_WORD, ROW_ALIGNMENT
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
@@ -20,6 +20,7 @@ __all__ = [
     "activation_scale_shape",
     "bf16_linear",
     "deepseek_v4_fp8_einsum",
+    "fp8_bf16_linear",
     "fp8_grouped_linear",
     "fp8_linear",
     "fp8_linear_squares",
@@ -393,6 +394,88 @@ def bf16_linear(
         out = torch.empty(a.shape[0], weight.shape[0], dtype=out_dtype, device=a.device)
     _bf16_gemm(Bf16GemmCall(a, weight, out, batch_invariant, use_pdl))
     return out
+
+
+def _check_dual(call: DualGemmCall) -> None:
+    c = Checker("fp8_bf16_gemm")
+    c.tensor("a", call.a, torch.float8_e4m3fn, ("T", "K"))
+    is_whole = call.a.shape[1] > 0 and call.a.shape[1] % BLOCK == 0
+    c.require(is_whole, "a", f"K to be a positive multiple of {BLOCK}", list(call.a.shape))
+    chunks = call.a.shape[1] // BLOCK
+    c.tensor("weight", call.weight, torch.float8_e4m3fn, ("N", "K"))
+    c.tensor("a_scale", call.a_scale, torch.float32, ("T", chunks), dense_last=False)
+    c.tensor(
+        "weight_scale", call.weight_scale, torch.float32, (-(-call.weight.shape[0] // BLOCK), chunks), dense_last=False
+    )
+    c.tensor("out", call.out, torch.bfloat16, ("T", "N"))
+    c.tensor("x", call.x, torch.bfloat16, ("T", "X"))
+    c.tensor("x_weight", call.x_weight, torch.bfloat16, ("M", "X"))
+    c.tensor("x_out", call.x_out, torch.float32, ("T", "M"))
+    for name, weight in (("weight", call.weight), ("x_weight", call.x_weight)):
+        c.require(weight.numel() > 0, name, "no dimension to be 0", list(weight.shape))
+
+
+def _cost_dual(call: DualGemmCall) -> Cost:
+    moved = nbytes(call.a, call.a_scale, call.weight, call.weight_scale, call.out, call.x, call.x_weight, call.x_out)
+    flops = 2 * call.out.numel() * call.a.shape[1] + 2 * call.x_out.numel() * call.x.shape[1]
+    return Cost(bytes=moved, flops=flops)
+
+
+def _dual_gemm_kernel() -> OpKernel[DualGemmCall]:
+    from cute_kernels.linear.launch import DUAL_GEMM
+
+    return DUAL_GEMM
+
+
+_fp8_bf16_gemm = define_op(
+    "fp8_bf16_gemm(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale, Tensor(a!) out, Tensor x, "
+    "Tensor x_weight, Tensor(b!) x_out, bool use_pdl) -> ()",
+    DualGemmCall,
+    check=_check_dual,
+    reference=reference.fp8_bf16_gemm,
+    kernel=_dual_gemm_kernel,
+    cost=_cost_dual,
+)
+
+
+def fp8_bf16_linear(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    x: torch.Tensor,
+    x_weight: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    x_out: torch.Tensor | None = None,
+    use_pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multiply quantized rows by a quantized weight and, in the same launch, bf16 rows by a bf16 weight: what reads a
+    layer's hidden states.
+
+    a          e4m3 [T, K], rows of any stride; a_scale fp32 [T, K / 128], any strides
+    weight     e4m3 [N, K], weight_scale fp32 [ceil(N / 128), K / 128]; constant, as of `fp8_grouped_linear`
+    x          bf16 [T, X], rows of any stride
+    x_weight   bf16 [M, X], rows of any stride; constant
+    out        bf16 [T, N], rows of any stride, or None: allocated; mutated: that of `fp8_linear`
+    x_out      fp32 [T, M], rows of any stride, or None: allocated; mutated: that of `bf16_linear`
+    use_pdl    as of `fp8_grouped_linear`
+
+    Returns (out, x_out). Made for up to 64 rows. There is a kernel on Hopper only, which cuts K into four splits, added
+    up in order: a row's bits depend on nothing else. It needs rows of all but the scales that are 16-byte aligned, and
+    N and M to be multiples of 16. No output may share memory with anything else. Raises ValueError or TypeError on
+    arguments that do not fit.
+    """
+    c = Checker("fp8_bf16_gemm")
+    c.tensor("a", a, torch.float8_e4m3fn, (None, None))
+    c.tensor("weight", weight, torch.float8_e4m3fn, (None, None))
+    c.tensor("x_weight", x_weight, torch.bfloat16, (None, None))
+    if out is None:
+        out = torch.empty(a.shape[0], weight.shape[0], dtype=torch.bfloat16, device=a.device)
+    if x_out is None:
+        x_out = torch.empty(a.shape[0], x_weight.shape[0], dtype=torch.float32, device=a.device)
+    _fp8_bf16_gemm(DualGemmCall(a, a_scale, weight, weight_scale, out, x, x_weight, x_out, use_pdl))
+    return out, x_out
 
 
 EQUATION = "bhr,hdr->bhd"

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from cute_kernels import numerics
-from cute_kernels.linear.call import Bf16GemmCall, EinsumCall, Fp8GemmCall, QuantizeCall, SquaresCall
+from cute_kernels.linear.call import Bf16GemmCall, DualGemmCall, EinsumCall, Fp8GemmCall, QuantizeCall, SquaresCall
 from cute_kernels.linear.scales import BLOCK, unpack_scales
 
 
@@ -48,6 +48,12 @@ def fp8_gemm_squares(call: SquaresCall) -> None:
 
 def bf16_gemm(call: Bf16GemmCall) -> None:
     call.out.copy_((call.a.double() @ call.weight.double().t()).float())
+
+
+def fp8_bf16_gemm(call: DualGemmCall) -> None:
+    operands = call.a.unsqueeze(1), call.a_scale.unsqueeze(1), call.weight.unsqueeze(0), call.weight_scale.unsqueeze(0)
+    fp8_gemm(Fp8GemmCall(*operands, call.out.unsqueeze(1), None, False, call.use_pdl))
+    bf16_gemm(Bf16GemmCall(call.x, call.x_weight, call.x_out, False, call.use_pdl))
 
 
 def deepseek_v4_fp8_einsum(call: EinsumCall) -> None:

@@ -69,6 +69,26 @@ def swap_ab(operands: str, output: str, rows: int, groups: int, outputs: int, ch
     return key, min(tiles, CLUSTERS[splits][key.ctas_per_multiprocessor - 1])
 
 
+MOST_CODE_ROWS, CODE_SPLITS = 64, (8, 6)
+"""Of e4m3 results with few columns: only the swapped operands' kernel cuts their K into more than two."""
+
+
+@lru_cache(maxsize=4096)
+def swap_ab_codes(rows: int, groups: int, outputs: int, chunks: int) -> tuple[SwapAbKey, int] | None:
+    """The kernel for few rows of e4m3 results and its number of clusters, one for each work tile: as many splits as let
+    all run at once. None: there are too many rows or work tiles for it to be faster than that for many rows."""
+    tiles = groups * -(-outputs // 128)
+    splits = next((n for n in CODE_SPLITS if tiles <= CLUSTERS[n][0] and chunks >= 4 * n), None)
+    if rows > MOST_CODE_ROWS or splits is None:
+        return None
+    return SwapAbKey(HOPPER, "e4m3", "e4m3", token_tile(rows), splits, True), tiles
+
+
+def swap_ab_codes_keys() -> list[SwapAbKey]:
+    """Every key of 33 rows and more."""
+    return [SwapAbKey(HOPPER, "e4m3", "e4m3", MOST_CODE_ROWS, splits, True) for splits in CODE_SPLITS]
+
+
 MOST_WHOLE_SWAPPED_ROWS = 32
 """Of few rows whose K is not cut, and whose sums are those of many rows, bit for bit. 17 to 32 rows of 8 groups are 8%
 faster so on an H200, of 16 groups 2%, and 3% slower on an H100; more are slower on both."""
@@ -138,7 +158,7 @@ are to be the same with and without sums of squares."""
 
 CO_RESIDENT = {
     tile.key: replace(tile.key, stages=stages, depth=depth)
-    for tile, stages, depth in ((TILES[0], 8, 2), (TILES[1], 6, 1), (SPLIT_TILES[0], 5, 1), (SPLIT_TILES[1], 5, 1))
+    for tile, stages, depth in ((TILES[0], 8, 2), (TILES[1], 6, 2), (SPLIT_TILES[0], 6, 2), (SPLIT_TILES[1], 6, 2))
 }
 """The same work tiles by CTAs of which two share a multiprocessor and its registers, so that the next kernel's begin
 beside this one's. Of up to 64 rows: with more, fewer stages bring the operands more slowly than that gains."""
@@ -179,14 +199,23 @@ def count_work_tiles(key: GemmKey, rows: int, groups: int, outputs: int) -> int:
 
 
 def _soonest(
-    tiles: Iterable[Tile], rows: int, groups: int, outputs: int, chunks: int, multiprocessors: int
+    tiles: Iterable[Tile],
+    rows: int,
+    groups: int,
+    outputs: int,
+    chunks: int,
+    multiprocessors: int,
+    is_shared: bool = False,
 ) -> tuple[GemmKey, int]:
-    """The kernel that is through soonest if every round of work tiles takes its time, and its number of CTAs."""
+    """The kernel that is through soonest if every round of work tiles takes its time, and its number of CTAs.
+
+    is_shared   kernels of CO_RESIDENT run as they are there: so more of their clusters run at once
+    """
 
     def microseconds(tile: Tile) -> float:
         work_tiles, splits = count_work_tiles(tile.key, rows, groups, outputs), tile.key.splits
         if splits > 1 and (
-            work_tiles > CLUSTERS[splits][0] * multiprocessors // MULTIPROCESSORS
+            work_tiles > CLUSTERS[splits][is_shared and tile.key in CO_RESIDENT] * multiprocessors // MULTIPROCESSORS
             or chunks < splits * LEAST_SPLIT_CHUNKS
         ):
             return math.inf
@@ -214,8 +243,9 @@ def many_rows(
     """
     whole = GROUPED_TILES if groups > 1 else TILES
     tiles = [tile for tile in (whole + SPLIT_TILES if may_split else whole) if has_result(tile.key, output)]
-    key, ctas = _soonest(tiles, rows, groups, outputs, chunks, multiprocessors)
-    if rows <= CO_RESIDENT_ROWS and (may_split or groups > 1):
+    is_shared = rows <= CO_RESIDENT_ROWS and (may_split or groups > 1)
+    key, ctas = _soonest(tiles, rows, groups, outputs, chunks, multiprocessors, is_shared)
+    if is_shared:
         key = CO_RESIDENT.get(key, key)
     return with_output(key, output), ctas
 

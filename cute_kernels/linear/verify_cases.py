@@ -62,6 +62,7 @@ _MANY_ROWS = (
     (65, 4, 1536, 128),
     (65, 4, 1536, 256),
     (33, 8, 1536, 256),
+    (33, 2, 1024, 3072),
     (300, 4, 1536, 128),
     (65, 2, 1536, 4096),
     (65, 4, 1536, 3072),
@@ -164,6 +165,34 @@ def _bf16_gemm(gemms: Sequence[tuple[int, int, int, int]], forms: int) -> Iterat
             out = torch.full((tokens, outputs + 16), torch.nan, dtype=dtype)[..., :-16]
             name = f"{tokens} tokens, {columns} -> {outputs}, {dtype}{', batch-invariant' * batch_invariant}"
             yield Example(name, (a, b, out, batch_invariant, tokens == 1), _near)
+
+
+_DUAL = (
+    (5, 400, 1024, 16, 8),
+    (33, 64, 128, 80, 1000),
+    (64, 1536, 4096, 1024, 4096),
+    (61, 2048, 1536, 2624, 1536),
+    (70, 16, 512, 48, 64),
+)
+"""(tokens, N, K, M, X) of two products. Of the second some splits have no chunks."""
+
+
+def fp8_bf16_gemm() -> Iterator[Example]:
+    """fp8_bf16_gemm(a, a_scale, weight, weight_scale, out, x, x_weight, x_out, use_pdl)"""
+    for tokens, outputs, columns, x_outputs, x_columns in _DUAL:
+        first, _ = _fp8_gemm(((tokens, 1, outputs, columns),))
+        second, *_ = _bf16_gemm(((tokens, 1, x_outputs, x_columns),), 1)
+        a, a_scale, weight, weight_scale, out, *_ = first.args
+        x, x_weight, x_out, *_ = second.args
+        operands = a[:, 0], a_scale[:, 0], weight[0], weight_scale[0], out[:, 0]
+        yield Example(f"{first.name}; {second.name}", (*operands, x, x_weight, x_out, tokens % 2 == 1), _near_both)
+
+
+def _near_both(got: Sequence[Any], want: Sequence[Any]) -> str:
+    """As `_near`, of both products."""
+    operands = [x.unsqueeze(1 if i < 2 else 0) for i, x in enumerate(want[:4])]
+    first = _near((*operands, got[4].unsqueeze(1)), operands)
+    return first or _near((*got[5:7], got[7]), want[5:7])
 
 
 def _near_squares(got: Sequence[Any], want: Sequence[Any]) -> str:
@@ -298,10 +327,16 @@ def soak_bf16_gemm() -> Iterator[Example]:
     yield from _bf16_gemm(_SOAK_BF16, 1)
 
 
-SOAK = {"fp8_gemm": soak_fp8_gemm, "bf16_gemm": soak_bf16_gemm}
+def soak_fp8_bf16_gemm() -> Iterator[Example]:
+    """The same of both products in one launch."""
+    yield from (example for example in fp8_bf16_gemm() if example.args[0].shape[0] > 60)
+
+
+SOAK = {"fp8_bf16_gemm": soak_fp8_bf16_gemm, "fp8_gemm": soak_fp8_gemm, "bf16_gemm": soak_bf16_gemm}
 
 EXAMPLES = {
     "quantize_fp8_1x128": quantize,
+    "fp8_bf16_gemm": fp8_bf16_gemm,
     "fp8_gemm": fp8_gemm,
     "fp8_gemm_squares": fp8_gemm_squares,
     "bf16_gemm": bf16_gemm,

@@ -5,6 +5,8 @@
     prefill   the sparse prefill on its gathered workspace: sparse_mla_prefill
     indexer   scores and the best of them, as slots of the cache: score_top_k_decode, or score_top_k_prefill where the
               engine gathers the keys of a long request
+    compressor   states saved and entries closed, of the layer and the indexer: fused_compress_norm_rope_store, and
+              save_partial_states behind it for chunks. States have the engine's bytes: calls of both may alternate
 
 With the first two, a layer has its own number of heads; otherwise the engine pads them to 64 or 128. Caches, metadata
 and everything before and after, the indexer's queries and keys too, stay the engine's.
@@ -25,9 +27,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels import formats
+from cute_kernels.compressor.ops import fused_compress_norm_rope_store, save_partial_states
 from cute_kernels.indexer.ops import score_top_k_decode, score_top_k_prefill
 from cute_kernels.indices.ops import compute_global_topk_indices_and_lens
 from cute_kernels.plugins import PARTS, Plugin, on_import, rebind
+from cute_kernels.plugins.sglang_plans import PlannedStep, read_plan
 from cute_kernels.sparse_mla.ops import sparse_mla_decode, sparse_mla_prefill
 
 if TYPE_CHECKING:
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
 else:
     Engines = object
 
-PLUGIN = Plugin("sglang", ((0, 5, 23), (0, 5, 24)), ("decode", "prefill", "indexer"))
+PLUGIN = Plugin("sglang", ((0, 5, 23), (0, 5, 24)), ("decode", "prefill", "indexer", "compressor"))
 
 BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 BACKEND_CLASS = "DeepseekV4AttnBackend"
@@ -134,6 +138,7 @@ class Backend(Engines):
         super().__init__(*args, **kwargs)
         reason = unsupported(self)
         self._is_served = not reason
+        self._states = States()
         if reason:
             PLUGIN.fall_back("all parts", reason)
             return
@@ -260,11 +265,135 @@ class Backend(Engines):
             picks, row, table, paged.compressed_page_size, torch.ones_like(row, dtype=torch.bool), out_indices=slots
         )
 
+    def forward_unified(self, x: Any, forward_batch: Any, layer_id: int, compressor: Any) -> None:
+        self._states.layer = layer_id
+        super().forward_unified(x, forward_batch, layer_id, compressor)
+
+    # the model's names for it
+    forward_indexer_compressor = forward_core_compressor = forward_unified
+
+    def _forward_compress_all_in_one(self, **call: Any) -> None:
+        is_served = self._is_served and "compressor" in self.parts
+        reason = self._states.why_not(call) if is_served else ""
+        if reason:
+            PLUGIN.fall_back("compressor", reason)
+        if not is_served or reason:
+            super()._forward_compress_all_in_one(**call)
+            return
+        if self.parts == {"compressor"}:
+            self._announce()
+        self._states.compress(self._get_paged_compress_metadata(call["compress_ratio"]), call)
+
     def _announce(self, q: torch.Tensor | None = None) -> None:
         if PLUGIN.is_announced:
             return
         heads = "" if q is None else f"; {q.shape[-2]} heads"
         PLUGIN.announce(f"{type(self).__name__} with {', '.join(p for p in PARTS if p in self.parts)}{heads}")
+
+
+class States:
+    """What the compressor keeps between its calls.
+
+    layer   the one that runs
+    """
+
+    def __init__(self) -> None:
+        self.layer = 0
+        self._steps: dict[Any, tuple[Any, bool, int, PlannedStep]] = {}
+        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._biases: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def why_not(self, call: dict[str, Any]) -> str:
+        """Why a call stays the engine's; "": it need not."""
+        states, projected = call["kv_score_buffer"], call["kv_score_input"]
+        layout = call.get("kv_layout")
+        if call.get("use_fp4_indexer") or call.get("bf16_store") or call.get("fp8_2buff"):
+            return "entries are of another format"
+        if layout is not None and layout.name != "V4":
+            return f"entries are {layout.name}"
+        if states.dtype != torch.float32 or projected.dtype != torch.float32:
+            return f"states are {states.dtype}, projections {projected.dtype}"
+        if states.shape[-1] != projected.shape[-1]:
+            return "states are sums (online compression)"
+        known = self._tables.get(call["freqs_cis_cache"].data_ptr()), self._biases.get(call["ape"].data_ptr())
+        if None in known and is_capturing():
+            return "its first call is in a graph"
+        return ""
+
+    def compress(self, plan: Any, call: dict[str, Any]) -> None:
+        states, projected, ratio = call["kv_score_buffer"], call["kv_score_input"], call["compress_ratio"]
+        entry_slots, pages, page_rows = call["out_loc"], call["kv_cache"], call["page_size"]
+        rows = min(projected.shape[0], entry_slots.shape[0])
+        if rows == 0:
+            return
+        step = self._step(plan, ratio, call["is_indexer"], rows)
+        fmt = formats.INDEXER_FP8 if call["is_indexer"] else formats.FP8_DS_MLA
+        states = states.view(-1, ratio, states.shape[-1])
+        ape, no_ape = self._bias(call["ape"], ratio)
+        fused_compress_norm_rope_store(
+            projected,
+            ape,
+            step.positions,
+            step.requests,
+            step.starts,
+            states,
+            step.slots,
+            step.table,
+            self._table(call["freqs_cis_cache"]),
+            pages[:, : fmt.row_elements * page_rows].view(pages.shape[0], page_rows, fmt.row_elements),
+            entry_slots.long(),
+            call["norm"].weight,
+            call["norm"].variance_epsilon,
+            ratio,
+            kv_format=fmt.id,
+            persist="all" if step.restart is None else "window",
+            min_restart=step.restart,
+            index_hadamard=call["is_indexer"],
+            cyclic_table=True,
+            raw_scores=True,
+        )
+        if step.kept is None:
+            return
+        width = projected.shape[1] // 2
+        save_partial_states(
+            projected[:, :width], projected[:, width:], no_ape, step.positions, states, step.kept, ratio,
+            width, ratio,
+        )  # fmt: skip
+
+    def _step(self, plan: Any, ratio: int, of_indexer: bool, rows: int) -> PlannedStep:
+        """Read once for all layers of a pass. Its tensors belong to the stream of these calls, and a graph computes its
+        own: the engine writes its next plan into the same memory."""
+        kind = ratio, of_indexer, rows
+        found = self._steps.get(kind)
+        if found is None or found[0] is not plan[1] or found[1] != is_capturing() or self.layer <= found[2]:
+            step = read_plan(plan, ratio, rows)
+            self._steps = {k: v for k, v in self._steps.items() if k[:2] != kind[:2]}
+        else:
+            step = found[3]
+        self._steps[kind] = plan[1], is_capturing(), self.layer, step
+        return step
+
+    def _table(self, turns: torch.Tensor) -> torch.Tensor:
+        """fp32 [positions, 64], cosines then sines, of a complex table."""
+        found = self._tables.get(turns.data_ptr())
+        if found is None:
+            found = self._tables[turns.data_ptr()] = turns, torch.cat([turns.real, turns.imag], dim=-1).float()
+        return found[1]
+
+    def _bias(self, ape: torch.Tensor, ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bias of scores, and as many zeros. Of ratio 4 the engine has the halves of columns one after the other;
+        they are put in order wherever no graph is captured, as weights may be loaded again, in place."""
+        found = self._biases.get(ape.data_ptr())
+        if found is None:
+            own = torch.empty_like(ape) if ratio == 4 else ape
+            found = self._biases[ape.data_ptr()] = ape, own, torch.zeros_like(ape)
+        if ratio == 4 and not is_capturing():
+            found[1].view(4, 2, -1).copy_(ape.view(2, 4, -1).transpose(0, 1))
+        return found[1:]
+
+
+def is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 SERVED = {

@@ -235,6 +235,11 @@ def sparse_mla_decode(
     Returns (out, lse), or (out, None) if nobody asks for lse, the natural logarithm, sink not included. A row that
     attends to nothing has out = 0 and lse = +inf. Rows not attended to are not read into the result, whatever they
     hold. Raises ValueError or TypeError on arguments that do not fit.
+
+    Strides do not change a result by more than rounding, but they can change its bits: on sm_90a, with up to 16 heads
+    and num_splits 0 or 1, q and a bf16 out whose rows are all equally far apart (stride(0) == s_q * stride(1), or b or
+    s_q is 1) may take another kernel than views with gaps between requests. Whoever compares bits, as of one step run
+    twice, gives both calls tensors of the same layout.
     """
     if out is None or lse is None or workspace is None:
         arguments.check_query(Checker("sparse_mla_decode"), "q", q, (torch.bfloat16,), ("b", "s_q"))

@@ -269,7 +269,8 @@ def why_not_variant_of_decode(call: DecodeCall) -> str:
     arch, heads = arch_of(call.q.device.index), call.q.shape[2]
     if arch != HOPPER or PLAIN_BF16.id in call.formats:
         caches = " and ".join(dict.fromkeys(call.formats))
-        return f"output_quant is supported on {HOPPER} with caches of {FP8_DS_MLA.id}, got {arch} with {caches}"
+        own = f"{FP8_DS_MLA.id} or of V4.1's formats"
+        return f"output_quant is supported on {HOPPER} with caches of {own}, got {arch} with {caches}"
     return why_not_normed(heads) if call.is_raw else ""
 
 

@@ -190,6 +190,7 @@ def test_scales_of_fp8_codes_are_refused() -> None:
         deep_gemm.fp8_fp4_mqa_logits((q, torch.ones(5, 3, dtype=INT)), *rest)
 
 
+@pytest.mark.full
 def test_compiles() -> None:
     pages = Pages(MXFP4)
     call = torch.compile(deep_gemm.fp8_fp4_paged_mqa_logits, fullgraph=True, backend="aot_eager", dynamic=True)

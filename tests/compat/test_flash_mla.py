@@ -148,6 +148,7 @@ def test_a_second_cache_needs_its_indices(argument: str) -> None:
         flash_mla_with_kvcache(**Decode().args(**{argument: None}))
 
 
+@pytest.mark.full
 def test_decode_compiles() -> None:
     case = Decode()
     args = case.args(indices=torch.from_numpy(case.indices))

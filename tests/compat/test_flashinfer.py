@@ -286,6 +286,7 @@ def test_dense_queries_have_no_starts_and_a_mergeable_out() -> None:
         attention(**case.args(query=query, cum_seq_lens_q=None, out=out))
 
 
+@pytest.mark.full
 def test_compiles() -> None:
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
     case = Mixed(extra_stride=1024)

@@ -110,6 +110,7 @@ def test_insert_that_returns_padded_queries(padded: int, apply_q_norm: bool) -> 
     assert torch.equal(helpers.raw_bytes(cache), helpers.raw_bytes(other_cache))
 
 
+@pytest.mark.full
 def test_padded_insert_compiles() -> None:
     call = torch.compile(
         vllm.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert_v033,

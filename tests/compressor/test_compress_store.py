@@ -361,6 +361,7 @@ def test_op_registration(kind: Kind) -> None:
     helpers.check_op("compress_norm_rope_store", *schema_args(arguments(*batch(kind))))
 
 
+@pytest.mark.full
 def test_compiles_with_dynamic_shapes() -> None:
     compiled = torch.compile(compress_norm_rope_store, backend="aot_eager", fullgraph=True, dynamic=True)
     for seed, pages in ((0, 4), (1, 5)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -62,8 +63,13 @@ def schema_args(a: dict[str, Any]) -> list[Any]:
         "e2m1_rounding",
         "index_hadamard",
         "use_pdl",
+        "cyclic_table",
+        "raw_scores",
     ]
-    given = {"min_restart": None, "keep_every": 0, "persist": "all", "use_pdl": False, **a}
+    given = {
+        "min_restart": None, "keep_every": 0, "persist": "all", "use_pdl": False, "cyclic_table": False,
+        "raw_scores": False, **a,
+    }  # fmt: skip
     return [*(given[n] for n in head), given["min_restart"], *(given[n] for n in tail)]
 
 
@@ -316,6 +322,104 @@ def test_a_ring_of_pages_equals_one_shot() -> None:
     assert torch.equal(helpers.raw_bytes(scene.kv_cache), scene.entry_bytes([(0, g) for g in range(15)]))
 
 
+def make_rings(scene: Scene, step: SimpleNamespace, ranges: list[tuple[int, int, int]], columns: int) -> None:
+    """As many state pages for each request, in no order."""
+    g = helpers.generator(11)
+    pages = torch.randperm(len(scene.lengths) * columns, generator=g).view(-1, columns).int()
+    step.block_table = pages[[r for r, _, _ in ranges]]
+    rows = [(r, p) for r, a, b in ranges for p in range(a, b)]
+    n = scene.state_rows
+    step.slot_mapping[:] = torch.tensor([int(pages[r, p // n % columns]) * n + p % n for r, p in rows])
+    if scene.state_cache.shape[0] != pages.numel():
+        scene.state_cache = torch.full((pages.numel(), n, 2 * scene.kind.width), torch.nan)
+
+
+@pytest.mark.usefixtures("validated")
+@pytest.mark.parametrize(
+    ("kind", "rows", "columns"),
+    [(SMALL, 4, 2), (SMALL, 4, 4), (SMALL, 8, 3), (SMALL128, 128, 1), (SMALL128, 64, 3)],
+    ids=str,
+)
+def test_rings_equal_one_shot(kind: Kind, rows: int, columns: int) -> None:
+    """Chunks whose slots repeat close their entries in one call and save what is left in another; steps of one token,
+    and of a few where the ring has room for them, do both in one call."""
+    n = 3 * kind.window + 5 if kind.ratio == 128 else 75
+    scene = Scene(kind, [n, n], state_rows=rows)
+    nothing = torch.full((2,), 2**31 - 1, dtype=torch.int32)
+    first, closed = 0, []
+    ring = rows * columns
+    room = ring - kind.window + 1
+    for count in [kind.window + 3, 1, 1, 2, kind.ratio + 1, 1, 1, 1, 3, room, 2 * ring + 1, 1, n]:
+        stop = min(n, first + count)
+        ranges = [(0, first, stop), (1, first, stop)]
+        step = scene.step(ranges)
+        make_rings(scene, step, ranges, columns)
+        if count <= room:
+            run(scene, step, cyclic_table=True)
+        else:
+            run(scene, step, cyclic_table=True, persist="window", min_restart=nothing)
+            last = step.slot_mapping.where(step.positions >= stop - ring, torch.full_like(step.slot_mapping, -1))
+            kv, score = step.kv_score.split(kind.width, dim=1)
+            save_partial_states(
+                kv, score, scene.ape, step.positions, scene.state_cache, last, rows, kind.width, kind.ratio
+            )
+        closed += step.closed
+        first = stop
+        if first == n:
+            break
+    assert first == n
+    assert len(closed) == 2 * (n // kind.ratio)
+    assert torch.equal(helpers.raw_bytes(scene.kv_cache), scene.entry_bytes(closed))
+
+
+@pytest.mark.usefixtures("validated")
+@pytest.mark.parametrize("kind", [SMALL, SMALL128, KINDS[0], KINDS[1]], ids=str)
+def test_raw_scores(kind: Kind) -> None:
+    """The same entries; the state cache has the projections themselves."""
+    n = 2 * kind.window + 3
+    scene = Scene(kind, [n])
+    for first, stop in ((0, 1), (1, kind.window + 1), (kind.window + 1, n)):
+        step = scene.step([(0, first, stop)])
+        run(scene, step, raw_scores=True)
+    assert torch.equal(helpers.raw_bytes(scene.kv_cache), scene.entry_bytes([(0, g) for g in range(n // kind.ratio)]))
+    for p in (0, 1, kind.window, n - 1):
+        page, row = divmod(scene.state_slot(0, p), scene.state_rows)
+        want = np.concatenate([scene.kv[0][p], scene.score[0][p]])
+        assert np.array_equal(scene.state_cache[page, row].numpy(), want)
+
+
+@pytest.mark.usefixtures("validated")
+def test_window_saves_the_ends_of_rings() -> None:
+    """What a later step reads; slots of other rows may repeat."""
+    scene = Scene(SMALL, [43])
+    ranges = [(0, 0, 43)]
+    step = scene.step(ranges)
+    make_rings(scene, step, ranges, 2)
+    last = torch.tensor([43], dtype=torch.int32)
+    raw = run(scene, step, cyclic_table=True, persist="window", min_restart=last)
+    assert torch.equal(raw, scene.entry_bytes(step.closed))
+    want = torch.full_like(scene.state_cache, torch.nan)
+    for p in range(36, 43):
+        page, row = divmod(int(step.slot_mapping[p]), 4)
+        want[page, row] = torch.from_numpy(np.concatenate([scene.kv[0][p], scene.biased(0, p)]))
+    torch.testing.assert_close(scene.state_cache, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("validated")
+def test_overwriting_a_ring_that_is_still_read_is_found() -> None:
+    scene = Scene(SMALL, [40])
+    for stop, is_fine in ((6, True), (13, False)):
+        ranges = [(0, 5, stop)]
+        step = scene.step(ranges)
+        make_rings(scene, step, ranges, 2)
+        scene.state_cache.zero_()
+        if is_fine:
+            run(scene, step, cyclic_table=True)
+            continue
+        with pytest.raises(ValueError, match="position 0 of request 0"):
+            run(scene, step, cyclic_table=True, persist="window", min_restart=torch.tensor([13], dtype=torch.int32))
+
+
 def test_rows_of_the_step_come_from_the_step() -> None:
     """Neither the table nor the cache is looked at for them, whatever their own slots say."""
     scene = Scene(SMALL, [16])
@@ -445,6 +549,7 @@ def test_op_registration(kind: Kind) -> None:
     )
 
 
+@pytest.mark.full
 def test_compiles_with_dynamic_shapes() -> None:
     compiled = torch.compile(fused_compress_norm_rope_store, backend="aot_eager", fullgraph=True, dynamic=True)
     for seed, pages in ((0, 4), (1, 5)):
@@ -506,6 +611,13 @@ def test_bad_arguments(argument: str, value: Any, error: type[Exception] | None)
         a[argument] = value
     with pytest.raises(error, match=f"fused_compress_norm_rope_store: {argument}: expected"):
         fused_compress_norm_rope_store(**a)
+
+
+def test_a_cyclic_table_holds_a_window() -> None:
+    scene, step = batch(SMALL)
+    step.block_table = step.block_table[:, :1]
+    with pytest.raises(ValueError, match=r"block_table: expected columns for 8 tokens or more.* got pages for 4"):
+        run(scene, step, cyclic_table=True)
 
 
 def test_more_slots_than_rows() -> None:

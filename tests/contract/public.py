@@ -30,6 +30,7 @@ def functions() -> dict[str, tuple[Callable[..., Any], Op]]:
 
 OTHER_OPS = {
     "bf16_linear": "bf16_gemm",
+    "fp8_bf16_linear": "fp8_bf16_gemm",
     "fp8_grouped_linear": "fp8_gemm",
     "fp8_linear": "fp8_gemm",
     "fp8_linear_squares": "fp8_gemm_squares",

@@ -38,6 +38,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "prefill_swap_ab.QuantSwapAbPrefillKey": ("sparse_mla_prefill",),
     "prefill_swap_ab.SwapAbMixedKey": ("sparse_mla_mixed",),
     "gemm.GemmKey": ("bf16_gemm", "fp8_gemm", "fp8_gemm_squares", "deepseek_v4_fp8_einsum"),
+    "gemm_dual.DualGemmKey": ("fp8_bf16_gemm",),
     "gemm_swap_ab.SwapAbKey": ("bf16_gemm", "fp8_gemm"),
     "logits.LogitsKey": ("mqa_logits", "paged_mqa_logits", "score_top_k_decode", "score_top_k_prefill"),
     "logits_mxfp4.Mxfp4LogitsKey": ("mqa_logits", "paged_mqa_logits"),

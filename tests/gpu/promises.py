@@ -279,7 +279,7 @@ def disagreement(op: Op, example: Example, args: Sequence[Any], got: Sequence[An
     return example.agree(got, want)
 
 
-PRODUCTS = ("bf16_gemm", "deepseek_v4_fp8_einsum", "fp8_gemm", "fp8_gemm_squares")
+PRODUCTS = ("bf16_gemm", "deepseek_v4_fp8_einsum", "fp8_bf16_gemm", "fp8_gemm", "fp8_gemm_squares")
 """Ops whose examples compare with products of the arguments themselves."""
 
 
@@ -312,6 +312,7 @@ ROWS: dict[str, Mapping[str, int]] = {
         ("topk_indices", "token_to_req_indices", "is_valid_token", "out_indices", "out_lens"), 0
     ),
     "deepseek_v4_fp8_einsum": {"a": 0, "a_scale": 0, "out": 0},
+    "fp8_bf16_gemm": dict.fromkeys(("a", "a_scale", "out", "x", "x_out"), 0),
     "fp8_gemm": {"a": 0, "a_scale": 0, "out": 0, "out_scale": 1},
     "fp8_gemm_squares": {"a": 0, "a_scale": 0, "out": 0, "squares": 0},
     **dict.fromkeys(

@@ -18,6 +18,7 @@ from cute_kernels import formats
 from cute_kernels.compressor import ratio128, reference
 from cute_kernels.compressor.call import SaveCall
 from cute_kernels.compressor.ops import compress_norm_rope_store, fused_compress_norm_rope_store
+from cute_kernels.compressor.verify_cases import random_step
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls
@@ -279,6 +280,18 @@ def test_rows_that_the_window_mode_keeps(tokens: int, with_restart: bool, per_cl
             stops = torch.tensor([stop for _, stop in MIXED], dtype=torch.int32)
             a["min_restart"] = stops - shift
         check("fused", a)
+
+
+@pytest.mark.parametrize("tokens", [3, 128, 300])
+@pytest.mark.parametrize(("state_rows", "columns"), [(128, 1), (128, 2), (48, 3)])
+def test_rings(tokens: int, state_rows: int, columns: int, per_cluster: Callable[[int], None]) -> None:
+    per_cluster(tokens)
+    ring = {"state_rows": state_rows, "columns": columns, "entry_rows": 2}
+    for lengths in ([1] * 40, [1, 300, 128, 2, 129]):
+        for raw in (False, True):
+            a = random_step("fp8_ds_mla/1", 128, lengths, 3, longest_prefix=900, at_ends=True, raw_scores=raw, **ring)
+            names = (*inputs(MIXED), "persist", "min_restart", "cyclic_table", "raw_scores")
+            check("fused", {name: a[name] for name in names})
 
 
 def test_a_start_at_the_end_of_int32(per_cluster: Callable[[int], None]) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.sparse_mla.ops import sparse_mla_decode
 from tests.gpu import decode_cases, decode_checks
-from tests.gpu.decode_cases import Pool, check, fill, generator, int32, make, run, workspace_for
+from tests.gpu.decode_cases import Pool, check, check_constant_lists, fill, generator, int32, make, run, workspace_for
 from tests.gpu.decode_checks import BF16, FP8, assert_near, same_bits
 
 pytestmark = [
@@ -177,9 +176,6 @@ def test_calls_in_a_row_share_a_workspace() -> None:
                     t.fill_(math.nan)
 
 
-LISTS = ("indices", "length", "extra_indices", "extra_length", "table", "visible")
-
-
 @pytest.mark.parametrize(
     "shape",
     [
@@ -195,38 +191,7 @@ LISTS = ("indices", "length", "extra_indices", "extra_length", "table", "visible
 @pytest.mark.parametrize("constant", [1, 2])
 @pytest.mark.parametrize("second", SECOND)
 def test_constant_lists_are_those_of_the_launch_ahead(second: str, constant: int, shape: dict[str, int]) -> None:
-    """A kernel may read them before the one ahead of it has ended, if that one does not write them: between two calls
-    come copies, which let nothing begin early, and between copies and the last call of each two another call."""
-    same = {"second": second, "extra_rows": 2, "lengths": "bs", **shape}
-    call = make(**same)
-    others = [make(seed=seed, **same) for seed in range(1, 7)]
-    variants = [dataclasses.replace(call, **{name: getattr(other, name) for name in LISTS}) for other in others]
-    given = dataclasses.replace(call, **{name: _clone(getattr(call, name)) for name in LISTS})
-    for variant in variants:
-        fill(variant)
-    want = [run(variant) for variant in variants]
-    assert_near(want[-1], variants[-1].expected())
-    got = [[tuple(torch.full_like(t, math.nan) for t in results) for results in want] for _ in range(2)]
-    workspace = workspace_for(call)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for variant, *results in zip(variants, *got, strict=True):
-            for name in LISTS:
-                if (values := getattr(variant, name)) is not None:
-                    getattr(given, name).copy_(values)
-            for out, lse in results:
-                memory = {"out": out, "lse": lse, "workspace": workspace}
-                sparse_mla_decode(**given.arguments(), **memory, constant_lists=constant)
-    for _ in range(20):
-        graph.replay()
-        for results in got:
-            assert all(same_bits(g, w) for g, w in zip(results, want, strict=True))
-            for t in itertools.chain(*results):
-                t.fill_(math.nan)
-
-
-def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.clone()
+    check_constant_lists(constant, second=second, extra_rows=2, **shape)
 
 
 # ---- what it takes ---------------------------------------------------------------------------------------------------

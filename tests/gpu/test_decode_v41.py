@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,8 +21,21 @@ from cute_kernels.runtime.arch import multiprocessors
 from cute_kernels.sparse_mla import select
 from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
 from tests import oracle
-from tests.gpu.decode_cases import Pool, check, fill, int32, make, run
-from tests.gpu.decode_checks import BF16, FP8, MXFP8, MXFP8_SPLIT, NVFP4, NVFP4_SPLIT, same_bits
+from tests.gpu.ahead import compile_ahead
+from tests.gpu.decode_cases import (
+    DEVICE,
+    LARGEST,
+    Call,
+    Pool,
+    check,
+    check_constant_lists,
+    fill,
+    generator,
+    int32,
+    make,
+    run,
+)
+from tests.gpu.decode_checks import BF16, FP8, MXFP8, MXFP8_SPLIT, NVFP4, NVFP4_SPLIT, assert_near, same_bits
 from tests.helpers import poisoned_pool, raw_bytes, spread
 
 pytestmark = [
@@ -101,6 +116,88 @@ def test_ctas_share_a_row(
         (key, *_), *_ = launches
         assert isinstance(key, DecodeSwapAbKey)
         assert key.ctas == ctas
+
+
+MANY_LISTS = [
+    *((FP8, FP8, kind) for kind in ("none", "listed", "dense")),
+    *((*pair, "listed") for pair in PAIRS[:4]),
+    (MXFP8, MXFP8, "none"),
+]
+UNEVEN = ("random", "nothing", "one tile", "one or two tiles", "a long row among empty ones")
+"""Lengths of rows that a CTA has one after the other. Of tiles in turn each softmax warpgroup may see every work tile,
+or every second one, or the same one again and again."""
+
+
+@pytest.fixture(scope="module")
+def swap_ab_keys() -> None:
+    """Keys of the tests below that no deployment has."""
+    every = itertools.product((8, 16), MANY_LISTS, (1, 2))
+    compile_ahead(DecodeSwapAbKey("sm_90a", heads, kind, *pair, ctas=n) for heads, (*pair, kind), n in every)
+
+
+@pytest.fixture
+def swap_ab(swap_ab_keys: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Up to 16 heads by decode_swap_ab, whatever the rows and formats, and by nothing else."""
+    monkeypatch.setattr(select, "GROUP_HEADS", (0,))
+    monkeypatch.setattr(select, "SHARED_ROWS", 1 << 20)
+    with compile_.record_launches() as launches:
+        yield
+    assert launches
+    assert all(isinstance(key, DecodeSwapAbKey) for key, *_ in launches)
+
+
+def set_lengths(call: Call, form: str, columns: int) -> None:
+    """Lengths of a call of one query a request: see UNEVEN. columns: of the extra list"""
+    rows = torch.arange(len(call.q), device=DEVICE)
+    turn = rows // multiprocessors(0)  # of a CTA
+    window = {
+        "nothing": rows * 0,
+        "one tile": rows % 64 + 1,
+        "one or two tiles": (turn * 7 + rows) % 128 + 1,
+        "a long row among empty ones": torch.where(turn % 3 == 2, 128, 0),
+    }[form]
+    extra = window
+    if form != "one or two tiles":
+        extra = torch.where((turn % 2 == 1) & (window > 0), columns, 0)
+    call.length = window.int()
+    if call.extra_indices is not None:
+        call.extra_length = extra.int()
+    elif call.table is not None:
+        call.visible = extra.int()[:, None]
+    fill(call)
+
+
+@pytest.mark.usefixtures("swap_ab")
+@pytest.mark.parametrize(("first", "extra", "second"), MANY_LISTS)
+@pytest.mark.parametrize("heads", [8, 13, 16])
+def test_many_rows_of_a_cta(heads: int, first: str, extra: str, second: str) -> None:
+    """Up to six work tiles of a CTA, one after the other, of any lengths; the same bits again and again, in a batch of
+    other rows, and one by one."""
+    rows = 5 * multiprocessors(0) + 7
+    both: dict[str, Any] = {"kv_format": first, "extra_format": extra, "second": second, "extra_topk": 200}
+    for form in UNEVEN:
+        call = make(rows, 1, heads, extra_rows=8, **both, lengths="bs", seed=heads, num_splits=1)
+        if form != "random":
+            set_lengths(call, form, both["extra_topk"])
+        out, lse = run(call)
+        # so many elements: of some, two keys' P are rounded apart by all that bf16 can, where their columns are largest
+        assert_near((out, lse), call.expected(), least=LARGEST * 2**-8)
+        for _ in range(3):
+            assert same_bits(run(call), (out, lse))
+        some = torch.randperm(rows, device=DEVICE, generator=generator(7))[: rows // 3]
+        for chosen in (some, some[:1]):
+            assert same_bits(run(call.take(chosen)), (out[chosen], lse[chosen]))
+
+
+@pytest.mark.usefixtures("swap_ab")
+@pytest.mark.parametrize(("first", "extra", "second"), MANY_LISTS)
+@pytest.mark.parametrize("constant", [1, 2])
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("b", [40, 500])
+def test_constant_lists(b: int, heads: int, constant: int, first: str, extra: str, second: str) -> None:
+    """Of rows that two CTAs share, and that are several a CTA."""
+    both: dict[str, Any] = {"kv_format": first, "extra_format": extra, "second": second}
+    check_constant_lists(constant, b=b, heads=heads, extra_rows=2, **both)
 
 
 @pytest.mark.parametrize("second", [NVFP4, MXFP8, NVFP4_SPLIT, MXFP8_SPLIT])

@@ -74,6 +74,16 @@ def test_random_steps(kind: Kind, state_rows: int) -> None:
     check(FUSED, a)
 
 
+@pytest.mark.parametrize(("state_rows", "columns"), [(4, 2), (4, 4), (3, 5), (8, 1)])
+@pytest.mark.parametrize("kind", KINDS_4, ids=str)
+def test_rings(kind: Kind, state_rows: int, columns: int) -> None:
+    options = {"state_rows": state_rows, "columns": columns, "options": (kind.rounding, kind.turn)}
+    for lengths in (LENGTHS, [1] * 50):
+        for raw in (False, True):
+            a = random_step(kind.format_id, 4, lengths, columns, longest_prefix=300, raw_scores=raw, **options)
+            check(FUSED, a)
+
+
 def on_cpu_copy(a: Arguments) -> Arguments:
     return {name: gpu_to_cpu(v) if isinstance(v, torch.Tensor) else v for name, v in a.items()}
 

@@ -352,6 +352,7 @@ def test_opcheck(fmt: Any) -> None:
     check_op("paged_mqa_logits", q, scale, pool, case.w(), lengths, table, 6, True, fmt.id, out)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fmt", CONTIGUOUS, ids=ids)
 def test_compile(fmt: Any) -> None:
     def f(q: Any, kv: Any, w: Any, start: Any, end: Any, pool: Any, lengths: Any, table: Any) -> Any:

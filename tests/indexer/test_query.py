@@ -236,6 +236,7 @@ def test_opcheck() -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("use_fp4", [False, True])
 def test_compile(use_fp4: bool) -> None:
     def f(positions: torch.Tensor, q: torch.Tensor, w: torch.Tensor) -> Any:

@@ -216,6 +216,7 @@ def test_opcheck(fmt: Any) -> None:
         check_op("score_top_k_decode", codes, scale, pool, case.w(), lens, table, 30, fmt.id, *results, *slots)
 
 
+@pytest.mark.full
 def test_compile() -> None:
     case = Case("indexer_fp8/1", 6, 8, 50)
     start, end = ranges(6, 50)

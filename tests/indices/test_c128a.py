@@ -131,6 +131,7 @@ def test_unmapped_pages_leave_the_length() -> None:
     same(lens, [128, 0, 1])
 
 
+@pytest.mark.full
 def test_op_and_compile() -> None:
     check_op("build_c128a_topk_metadata", *small_call().values())
     roomy = {**small_call(), "global_decode_buffer": poisoned(4, 300), "prefill_buffer": poisoned(4, 300)}

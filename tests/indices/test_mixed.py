@@ -332,6 +332,7 @@ def test_op(local: bool) -> None:
     check_op("build_flashinfer_mixed_sparse_indices", *small_call(local).values(), *outputs)
 
 
+@pytest.mark.full
 def test_compile() -> None:
     call = small_call()
     smaller = {**call, "prefill_topk_indices": call["prefill_topk_indices"][:4, :5], "topk": 7, "swa_block_size": 32}

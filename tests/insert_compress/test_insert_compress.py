@@ -77,6 +77,7 @@ def test_no_rows() -> None:
         assert torch.equal(raw_bytes(getattr(empty, name)), memory), name
 
 
+@pytest.mark.full
 def test_op_registration_and_compile() -> None:
     call = random_call(LENGTHS, 6, heads=2, index_heads=3)
     # in memory of their own, of which nothing may change

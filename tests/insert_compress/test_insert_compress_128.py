@@ -66,6 +66,7 @@ def test_no_rows() -> None:
         assert torch.equal(raw_bytes(getattr(empty, name)), memory), name
 
 
+@pytest.mark.full
 def test_op_registration_and_compile() -> None:
     check_op(OP, *random_compress_call(LENGTHS, 6, heads=2))
     compiled = torch.compile(fused_qkv_insert_compress, backend="aot_eager", fullgraph=True, dynamic=True)

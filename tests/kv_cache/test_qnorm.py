@@ -390,6 +390,7 @@ def test_opcheck(kind: str) -> None:
     helpers.check_op(OPS[kind][0].__name__, *make(kind, 0, 2).values(), False)
 
 
+@pytest.mark.full
 @every_kind
 def test_compiles_with_dynamic_shapes(kind: str) -> None:
     compiled = torch.compile(OPS[kind][0], fullgraph=True, backend="aot_eager", dynamic=True)

@@ -56,6 +56,7 @@ SAMPLE = (
 """What runs without --thorough."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("index_cache", ["fp8", "mxfp4"])
 @pytest.mark.parametrize("ratio", KINDS)
@@ -85,6 +86,7 @@ def test_more_ranks_than_pages_and_requests() -> None:
     assert_as_one(run_threads(4, context_steps, 4, options, steps), whole, options, 1e-4)
 
 
+@pytest.mark.full
 def test_as_many_shards_give_the_same_bits(thorough: bool) -> None:
     """Whatever the number of ranks that have them."""
     steps: Steps = [([], [(0, 600)]), ([(0, 3)], [])]

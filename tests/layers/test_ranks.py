@@ -48,6 +48,7 @@ def assert_exchanged(results: list[list[torch.Tensor]]) -> None:
         assert torch.equal(total, torch.full((5,), 1.5 * size + sum(range(size)), dtype=torch.bfloat16))
 
 
+@pytest.mark.full
 def test_collectives_between_processes(pool: RankPool) -> None:
     for size in range(2, PROCESSES + 1):
         assert_exchanged(pool.run(size, exchange))
@@ -69,6 +70,7 @@ def assert_as_one(results: list[dict[str, Any]], whole: dict[str, Any]) -> None:
         assert relative(ours, theirs) < 4e-3
 
 
+@pytest.mark.full
 def test_processes_give_what_one_gives(pool: RankPool) -> None:
     options: dict[str, Any] = {"config": WIDE, "index_cache": "mxfp4"}
     parallel = {**options, "tp_indexer": "rows", "tp_check_steps": True}
@@ -76,6 +78,7 @@ def test_processes_give_what_one_gives(pool: RankPool) -> None:
     assert_as_one(results, ragged_steps(make_layer(4, **options), 3))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_that_share_a_context(pool: RankPool, size: int, thorough: bool) -> None:
     if size > 2 and not thorough:

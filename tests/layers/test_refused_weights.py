@@ -54,8 +54,9 @@ def test_nan_codes(tensors: dict[str, torch.Tensor]) -> None:
 
 def test_infinite_values(tensors: dict[str, torch.Tensor]) -> None:
     """Only a sink may be infinite: it then takes all of the weight, or none."""
-    with pytest.raises(CheckpointError, match=r"compressor\.wkv\.weight: holds NaN or infinite"):
-        build({**tensors, "compressor.wkv.weight": with_value(tensors["compressor.wkv.weight"], float("inf"))})
+    for value in (float("inf"), -float("inf")):
+        with pytest.raises(CheckpointError, match=r"compressor\.wkv\.weight: holds NaN or infinite"):
+            build({**tensors, "compressor.wkv.weight": with_value(tensors["compressor.wkv.weight"], value)})
     build({**tensors, "attn_sink": torch.tensor([float("inf"), -float("inf")])})
 
 

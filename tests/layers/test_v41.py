@@ -83,6 +83,7 @@ def one_shot(engine: Engine, hidden: torch.Tensor) -> tuple[Request, list[torch.
     return request, [out[0] for out in outs], [s.picks for s in selections if s is not None]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("index_cache", "kv_cache"), [("fp8", "fp8_ds_mla"), ("mxfp4", "mxfp8_v41+nvfp4_v41")])
 def test_steps_of_any_size_give_the_same_bits(index_cache: str, kv_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, decodes and single tokens, next to other requests, on other pages; longer chunks score the keys of
@@ -119,6 +120,7 @@ def test_steps_of_any_size_give_the_same_bits(index_cache: str, kv_cache: str, m
     assert same(engine.stored(request), reference.stored(whole))
 
 
+@pytest.mark.full
 def test_token_by_token_gives_the_same_bits() -> None:
     layers, total = model(), 35
     hidden = hidden_rows(total, 5)
@@ -131,6 +133,7 @@ def test_token_by_token_gives_the_same_bits() -> None:
     assert same(engine.stored(request), reference.stored(whole))
 
 
+@pytest.mark.full
 def test_rejected_drafts_leave_no_trace() -> None:
     """Steps of six rows, of which 1 to 5 are accepted, as well as all."""
     layers, total = model(), 100
@@ -255,6 +258,7 @@ def test_draft_layers_are_their_formulas(total: int, kv_cache: str) -> None:
         assert np.linalg.norm(oracle.to_numpy(got) - want) <= CLOSE * np.linalg.norm(want)
 
 
+@pytest.mark.full
 def test_blocks_see_the_context_and_themselves_alone() -> None:
     """However the tokens before were cut into steps, whatever blocks were there before, next to other requests."""
     layers, draft, total = model(), draft_model(), 150

@@ -40,6 +40,7 @@ def test_steps_of_one_request(ratio: int, monkeypatch: pytest.MonkeyPatch) -> No
             assert table.tolist() == [list(range(count, 0, -1))]
 
 
+@pytest.mark.full
 def test_layers_of_v41(monkeypatch: pytest.MonkeyPatch) -> None:
     """All kinds, in the same steps, and a block of the draft behind them."""
     given: list[tuple[Any, ...]] = []

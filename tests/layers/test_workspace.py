@@ -132,6 +132,7 @@ def test_plain_caches_need_none(kv: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert layer.mla_attn.workspace.parts(0, CPU).untyped_storage().nbytes() == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ratio", KINDS)
 def test_what_is_reserved_is_enough_for_the_largest_step(ratio: int) -> None:
     """As many requests as are gathered at a time, the longest ones, and all rows of a step."""

@@ -63,9 +63,12 @@ def _layers(
     config: DeepseekV41Config, layers: Sequence[int], index_cache: str, kv_cache: str
 ) -> list[DeepseekV41Attention]:
     options = V41Options(kv_cache=kv_cache, index_cache=index_cache, max_model_len=1024, max_num_tokens=1024)
-    return [
-        build_v41_layer(config, layer, random_v41_layer_tensors(config, layer), options=options) for layer in layers
-    ]
+    return [build_v41_layer(config, layer, _tensors(config, layer), options=options) for layer in layers]
+
+
+@cache
+def _tensors(config: DeepseekV41Config, layer: int) -> dict[str, torch.Tensor]:
+    return random_v41_layer_tensors(config, layer)
 
 
 @dataclass

@@ -180,6 +180,7 @@ def test_takes_what_the_quantizer_returns(packed: bool) -> None:
     assert 1 - 2 * (have * want).sum() / ((have**2).sum() + (want**2).sum()) < 2e-3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("packed", [False, True])
 def test_compiles_and_passes_opcheck(packed: bool) -> None:
     b, sb = codes((2, 8, 512), 2), powers((2, 1, 4), 4)

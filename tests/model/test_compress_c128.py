@@ -50,7 +50,7 @@ def test_every_byte(arch: str, op: str, window: int) -> None:
         1,
     ]
     values += [at["state_cache"], state.stride(0) * 4, pages, pages * page_rows, *divisor(page_rows)]
-    values += [at["block_table"], table.stride(0) * 4, columns * page_rows, requests]
+    values += [at["block_table"], table.stride(0) * 4, columns * page_rows, requests, *divisor(max(columns, 1))]
     step = at["kv_score"], a["kv_score"].stride(0) * 4, at["ape"], 2048, at["query_start_loc"], 0, window, 0
     values += step if fused else (0,) * 8
     values += [

@@ -231,6 +231,7 @@ def test_no_rows(packed: bool) -> None:
     assert scale.shape == (0, 2, 2 if packed else 8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("quantize", [False, True])
 def test_compiles_once_for_every_length(packed: bool, quantize: bool) -> None:

@@ -71,6 +71,7 @@ def test_a_sweep_needs_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert list(tmp_path.rglob("*.json")) == []
 
 
+@pytest.mark.full
 def test_as_a_module() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "perf", "compare", "a", "b"], cwd=ROOT, capture_output=True, text=True, env=os.environ

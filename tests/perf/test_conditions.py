@@ -52,6 +52,22 @@ def test_the_watcher_ends_with_the_block(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert found["samples"] == 1
 
 
+@pytest.mark.parametrize(("visible", "asked"), [(None, "0"), ("", "0"), ("1", "1"), ("GPU-8f, 0", "GPU-8f")])
+def test_the_gpu_that_measures_is_watched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, asked: str
+) -> None:
+    told = tmp_path / "nvidia-smi"
+    told.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/arguments\nexec sleep 60\n')
+    told.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with conditions.watch():
+        time.sleep(0.5)
+    assert f"-i {asked} " in (tmp_path / "arguments").read_text()
+
+
 def test_a_record_whose_samples_are_not_in_order_is_refused() -> None:
     found = {**conditions.summary(LINES), "power_w": [3, 2, 1]}
     with pytest.raises(RecordError, match="power_w: expected least, median and largest"):

@@ -66,6 +66,7 @@ def test_own_records_are_smaller() -> None:
     assert layer_v41.least_work(built, case).bytes == by_hand("source1")[0] - more
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_own", [False, True])
 @pytest.mark.parametrize("kind", SMALL)
 def test_a_step_runs(kind: str, is_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:

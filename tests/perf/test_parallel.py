@@ -51,6 +51,36 @@ def test_ranks_run_steps(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(*results)
 
 
+def _compared(communicator: Communicator, form: str, other: bool) -> bool | None:
+    own = torch.arange(6.0).view(2, 3)
+    own[1, 2] += other * communicator.rank
+    return parallel.has_same_bits(form, own, communicator)
+
+
+@pytest.mark.parametrize("form", parallel.FORMS)
+def test_bits_are_compared_where_ranks_share_a_result(form: str) -> None:
+    compares = "tp" in form or "dcp" in form
+    for other in (False, True):
+        wanted = not other if compares else None
+        assert run_threads(3, _compared, form, other) == [wanted] * 3
+
+
+def test_other_bits_are_an_error_and_none_are_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {"one": None, "tp": True}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        parallel,
+        "measure",
+        lambda *_: {"cells": [{"form": form, "same_bits": same} for form, same in found.items()]},
+    )
+    assert main(["parallel"]) == 0
+    found["dcp"] = False
+    assert main(["parallel"]) == 1
+    assert "ranks have other bits in dcp\n" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (

@@ -2,10 +2,11 @@
 """SGLang's own modules on a CPU with the plug-in over them: `python -m tests.plugins.real_sglang` in an environment of
 scripts/test_engines.sh; with the argument cuda on a GPU.
 
-They are imported, and have the plug-in's class, function and head count where they use them. Then the backend's own
-attention, over caches and metadata made by hand, runs the same rows as a decode and as a sparse prefill, and the
-backend's own indexer, with scores and top-k by torch, picks the same entries as the plug-in's. On a GPU the backend
-without the plug-in runs the same, by FlashMLA's kernels: of its own package or of vLLM's.
+They are imported, and have the plug-in's class, function and head count where they use them. The backend, made by its
+constructor, runs steps with its own metadata (sglang_steps.py). Then its attention, over caches and metadata made by
+hand, runs the same rows as a decode and as a sparse prefill, and its indexer, with scores and top-k by torch, picks the
+same entries as the plug-in's. On a GPU the backend without the plug-in runs the same, by FlashMLA's kernels: of its own
+package or of vLLM's.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 from tests.plugins import stubs
 from tests.plugins.fake_vllm import draw
+from tests.plugins.sglang_steps import DRAFTS, check_steps, plan_by_hand
 
 ROWS, HEADS, SWA_ROWS, ENTRIES = 5, 8, 256, 64
 """Rows and heads of a step, and rows of a page of each cache: records of 584 bytes in pages of multiples of 576."""
@@ -51,8 +53,31 @@ def main(device: str = "cpu") -> None:
     sglang.State.serves = True
     assert model.MQALayer._kernel_num_heads(layer, 1) == 8
     with torch.no_grad(), torch.device(device):
+        run_steps(backend, sglang.Backend, device)
         check(backend, kernels, sglang.Backend)
     print(f"sglang: modules were patched, attention ran: {', '.join(sglang.PLUGIN.said)}")
+
+
+def run_steps(module: Any, mixin: type, device: str) -> None:
+    """By the engine's constructors, without a configuration of a server."""
+    context = importlib.import_module("sglang.srt.runtime_context")
+    arguments = importlib.import_module("sglang.srt.server_args").ServerArgs
+    kind = module.DeepseekV4AttnBackend
+    kinds = [kind, kind.__mro__[kind.__mro__.index(mixin) + 1]]
+    if device == "cpu":
+        # it has kernels and a planner on GPUs alone, and its prefill a gather
+        module.is_cuda = lambda: True
+        module._create_flashmla_metadata = lambda: None
+        module.create_paged_compressor_data = plan_by_hand
+        kind._use_sparse_prefill = lambda self, *args, **kwargs: False
+    for drafts in ({}, {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": DRAFTS}):
+        options = drafts and {**drafts, "speculative_eagle_topk": 1, "speculative_num_steps": DRAFTS - 1}
+        context._CONTEXT.set_server_args(arguments(model_path="none", **options))
+        check_steps(
+            kinds if device == "cuda" else kinds[:1], device, 64 if device == "cuda" else HEADS, drafts=bool(drafts)
+        )
+    if device == "cpu":
+        del kind._use_sparse_prefill
 
 
 def take_vllms_kernels() -> None:
@@ -192,25 +217,59 @@ def check(module: ModuleType, kernels: ModuleType, mixin: type) -> None:
     module.get_platform = lambda: SimpleNamespace(is_sm120=False, is_sm100=False)  # type: ignore[attr-defined]
     backend = kind()
     q, key = draw(generator, ROWS, heads, 512).bfloat16(), torch.zeros(ROWS, 512).bfloat16()
+
+    def attend(own: Any, is_prefill: bool, ratio: int) -> torch.Tensor:
+        mode = SimpleNamespace(is_idle=lambda: False, is_extend_without_speculative=lambda: is_prefill)
+        found: torch.Tensor = own._forward_attention(
+            q, key, key, SimpleNamespace(layer_id=0, tp_q_head_num=heads), SimpleNamespace(forward_mode=mode),
+            compress_ratio=ratio, save_kv_cache=False, attn_sink=torch.zeros(heads),
+        )  # fmt: skip
+        return found
+
     for ratio in (0, 4):
-        found = []
-        for own in (backend, engines()) if is_cuda else (backend,):
-            for is_prefill in (False, True):
-                mode = SimpleNamespace(
-                    is_idle=lambda: False, is_extend_without_speculative=lambda value=is_prefill: value
-                )
-                found.append(
-                    own._forward_attention(
-                        q, key, key, SimpleNamespace(layer_id=0, tp_q_head_num=heads),
-                        SimpleNamespace(forward_mode=mode), compress_ratio=ratio, save_kv_cache=False,
-                        attn_sink=torch.zeros(heads),
-                    )
-                )  # fmt: skip
+        sides = (backend, engines()) if is_cuda else (backend,)
+        found = [attend(own, is_prefill, ratio) for own in sides for is_prefill in (False, True)]
         for other in found[1:]:
             torch.testing.assert_close(found[0], other, atol=0.01, rtol=0.02)
         assert found[0].shape == (ROWS, heads, 512)
         assert found[0].any()
+    if is_cuda:
+        check_graphs(partial(attend, backend, False), partial(attend, engines(), False), core, q)
     check_indexer(backend)
+
+
+def check_graphs(ours: Any, theirs: Any, core: Any, q: torch.Tensor) -> None:
+    """A decode step that was captured once takes the metadata and queries that its tensors hold at each replay: other
+    slots, longer and shorter rows, rows that are padding. FlashMLA's plan is not in ours."""
+    g = torch.Generator().manual_seed(17)
+    graphs = {}
+    for ratio in (0, 4):
+        ours(ratio)  # compiles, as the engine's warm-up does
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = ours(ratio)
+        graphs[ratio] = graph, out
+    first = core.c4_sparse_topk_lengths.clone()
+    for step in range(3):
+        q.copy_(draw(g, *q.shape).bfloat16())
+        for pages, lens, most in (
+            (core.swa_page_indices, core.swa_topk_lengths, 2 * SWA_ROWS),
+            (core.c4_sparse_page_indices, core.c4_sparse_topk_lengths, 2 * ENTRIES),
+        ):
+            pages.copy_(torch.randint(0, most, pages.shape, generator=g, dtype=torch.int32, device="cpu"))
+            lens.copy_(torch.randint(1, pages.shape[1] + 1, lens.shape, generator=g, dtype=torch.int32, device="cpu"))
+        # what the engine has in the rows of a graph that no request has: slot 0, and no entry
+        core.swa_page_indices[step + 2 :], core.swa_topk_lengths[step + 2 :] = 0, 1
+        core.c4_sparse_page_indices[step + 2 :], core.c4_sparse_topk_lengths[step + 2 :] = -1, 1
+        assert not torch.equal(core.c4_sparse_topk_lengths, first)
+        for ratio, (graph, out) in graphs.items():
+            out.fill_(torch.nan)
+            graph.replay()
+            for name in ("c0_flashmla_metadata", "c4_flashmla_metadata"):
+                setattr(core, name, sys.modules["flash_mla"].get_mla_metadata()[0])
+            torch.testing.assert_close(out, theirs(ratio), atol=0.01, rtol=0.02)
+            assert torch.equal(out, ours(ratio))
 
 
 def check_indexer(backend: Any) -> None:

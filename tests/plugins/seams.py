@@ -18,6 +18,7 @@ COMPRESSOR = "vllm/models/deepseek_v4/compressor.py"
 INDEXER_OP = "vllm/model_executor/layers/sparse_attn_indexer.py"
 BACKEND = "sglang/srt/layers/attention/deepseek_v4_backend.py"
 C4_INDEXER = "sglang/srt/layers/attention/dsv4/indexer.py"
+COMPRESSOR_V2 = "sglang/srt/layers/attention/dsv4/compressor_v2.py"
 
 SIGNATURES: dict[str, dict[str, dict[str, str]]] = {
     "vllm": {
@@ -93,6 +94,19 @@ SIGNATURES: dict[str, dict[str, dict[str, str]]] = {
             ),
             "C4IndexerBackendMixin._gather_nonpaged_index_k": "*, c4_indexer, token_to_kv_pool, plan",
         },
+        COMPRESSOR_V2: {
+            "CompressorBackendMixin._forward_compress_all_in_one": (
+                "self, *, kv_score_buffer, kv_score_input, ape, head_dim, norm, freqs_cis_cache, kv_cache, is_indexer, "
+                "rotate, compress_ratio, page_size, out_loc, use_fp4_indexer=False, bf16_store=False, "
+                "kv_scale_cache=None, rope_cache=None, kv_layout=KVLayout.V4, fp8_2buff=False, kv_cache_rope=None"
+            ),
+            "CompressorBackendMixin.forward_unified": "self, x, forward_batch, layer_id, compressor",
+            "CompressorBackendMixin._get_paged_compress_metadata": "self, compress_ratio",
+        },
+        "sglang/kernels/ops/attention/dsv4/compress.py": {
+            "CompressorDecodePlan.is_decode": "self",
+            "CompressorPrefillPlan.is_decode": "self",
+        },
         "sglang/srt/layers/attention/dsv4/metadata.py": {"PagedIndexerMetadata.max_compressed_seq_len": "self"},
         "sglang/srt/layers/attention/dsa/dsa_topk_backend.py": {"DSATopKBackend.is_sgl_kernel": "self"},
         "sglang/srt/state_capturer/indexer_topk.py": {"get_global_indexer_capturer": ""},
@@ -148,6 +162,11 @@ FIELDS: dict[str, dict[str, dict[str, set[str]]]] = {
             "PagedIndexerMetadata": {"page_table", "compressed_seq_lens", "compressed_page_size"},
             "NonPagedIndexerPlan": {"ks", "max_seqlen_k"},
         },
+        "sglang/kernels/ops/attention/dsv4/compress.py": {
+            "CompressorDecodePlan": {"compress_ratio", "plan_d"},
+            "CompressorPrefillPlan": {"compress_ratio", "plan_c", "plan_w"},
+        },
+        COMPRESSOR_V2: {"CompressorBackendMixin": {"forward_indexer_compressor", "forward_core_compressor"}},
     },
 }  # fmt: skip
 """Engine -> file -> class -> fields that are read here. Tests have metadata of these alone."""
@@ -215,6 +234,13 @@ KEYWORDS: dict[str, dict[str, dict[str, set[str]]]] = {
             "attn_backend.forward_c4_indexer": {
                 "x", "q_lora", "forward_batch", "c4_indexer", "alt_streams", "enable_multi_stream", "q_lora_ready",
                 "skip_compressor", "**",
+            },
+        },
+        COMPRESSOR_V2: {
+            "self._forward_compress_all_in_one": {
+                "kv_score_buffer", "kv_score_input", "ape", "head_dim", "norm", "freqs_cis_cache", "kv_cache",
+                "is_indexer", "rotate", "compress_ratio", "page_size", "out_loc", "use_fp4_indexer", "bf16_store",
+                "kv_scale_cache", "rope_cache", "kv_layout", "fp8_2buff", "kv_cache_rope",
             },
         },
     },

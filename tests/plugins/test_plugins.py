@@ -170,6 +170,7 @@ def test_a_seam_that_is_gone_leaves_the_engine_alone(caplog: pytest.LogCaptureFi
     assert "an_engine.model is not what it was" in caplog.text
 
 
+@pytest.mark.full
 def test_entry_points_register_without_an_engine() -> None:
     """They import neither an engine nor a compiler."""
     tables = r'^\[project\.entry-points\."([\w.]+)"\]\ncute_kernels = "([\w.:]+)"$'

@@ -8,13 +8,14 @@ import logging
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from cute_kernels import (
     formats,
+    fused_compress_norm_rope_store,
     quantize_and_insert_k_cache,
     sparse_mla_decode,
     sparse_mla_prefill,
@@ -65,6 +66,15 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         def forward_c4_indexer(self, *call: Any) -> None:
             assert len(call) == 9
             self.done = "the engine's indexer"
+
+        def forward_unified(self, x: Any, forward_batch: Any, layer_id: int, compressor: Any) -> None:
+            self._forward_compress_all_in_one(**compressor)
+
+        def _forward_compress_all_in_one(self, **call: Any) -> None:
+            self.done = "the engine's compressor"
+
+        def _get_paged_compress_metadata(self, compress_ratio: int) -> Any:
+            return self.plans[compress_ratio]
 
         def _forward_prepare_normal(self, *, x: Any, positions: Any, **call: Any) -> Any:
             self.done = f"{len(x)} rows prepared"
@@ -150,7 +160,8 @@ def test_decode_is_served(engine: SimpleNamespace, caplog: pytest.LogCaptureFixt
     )  # fmt: skip
     assert torch.equal(out[0], expected)
     assert [record.getMessage() for record in caplog.records] == [
-        "cute_kernels: in use in sglang 0.5.23: CuteKernelsDeepseekV4AttnBackend with decode, prefill, indexer; 3 heads"
+        "cute_kernels: in use in sglang 0.5.23: CuteKernelsDeepseekV4AttnBackend with decode, prefill, indexer, "
+        "compressor; 3 heads"
     ]
     assert engine.layer._kernel_num_heads(4) == HEADS
 
@@ -289,3 +300,188 @@ def test_methods_have_the_engines_arguments() -> None:
     expected = functions["C4IndexerBackendMixin.forward_c4_indexer"]
     got = inspect.signature(plugin.Backend.forward_c4_indexer).parameters.values()
     assert ", ".join(str(p.replace(annotation=p.empty)) for p in got) == expected
+
+
+PAGE = 16
+"""Tokens of a page of the window's cache."""
+
+
+class Rings:
+    """Where the engine keeps states: of ratio 4 in rings of the pages of the window's cache, of ratio 128 in rings of
+    requests; and its planner, row by row. Slots and groups of rows as c_plan.cuh has them."""
+
+    def __init__(self, ratio: int, ring: int, table: torch.Tensor, page: int, numbers: Any = range(100)) -> None:
+        self.ratio, self.ring, self.window = ratio, ring, 8 if ratio == 4 else 128
+        self.table, self.page, self.numbers = table, page, numbers
+        self.rows = (table.numel() if ratio == 4 else len(table)) * ring
+
+    def slot(self, request: int, position: int) -> int:
+        page = int(self.table[request, position // self.page] if self.ratio == 4 else self.numbers[request])
+        return page * self.ring + position % self.ring
+
+    def groups(self, request: int, position: int) -> tuple[int, int]:
+        before = max(position - self.ratio, 0)
+        return self.slot(request, before) // self.ratio, self.slot(request, position) // self.ratio
+
+    def decode(self, lengths: list[int]) -> Any:
+        rows = [(n, self.slot(r, n - 1), *self.groups(r, n - 1)) for r, n in enumerate(lengths)]
+        return Decode(self.ratio, torch.tensor(rows, dtype=torch.int32).view(torch.uint8).view(-1, 16))
+
+    def prefill(self, spans: list[tuple[int, int]], padding: int) -> Any:
+        """Of requests with positions first to stop - 1, in the order in which threads may write it."""
+        closing, saving, row = [], [], 0
+        spare = self.ring - self.window + 2 if self.ring > self.window else 0
+        for request, (first, stop) in enumerate(spans):
+            kept = min(stop // self.ratio * self.ratio - (4 if self.ratio == 4 else 0), stop - spare)
+            for j, position in enumerate(range(first, stop)):
+                if (position + 1) % self.ratio == 0:
+                    older = self.window - min(j + 1, self.window)
+                    groups = self.groups(request, position) if older else (-1, request)
+                    closing.append((position + 1, row | older << 16, *groups))
+                if position >= kept or (self.ratio == 4 and position % self.page >= self.page - 4):
+                    saving.append((row, self.slot(request, position)))
+                row += 1
+        closing = [*reversed(closing), *[(-1, 0, -1, -1)] * padding]
+        saving = [*reversed(saving), *[(-1, -1)] * padding]
+        made = [torch.tensor(rows, dtype=torch.int32).view(torch.uint8) for rows in (closing, saving)]
+        return Prefill(self.ratio, made[0].view(-1, 16), made[1].view(-1, 8))
+
+
+class Decode(NamedTuple):
+    compress_ratio: int
+    plan_d: torch.Tensor
+    is_decode: bool = True
+
+
+class Prefill(NamedTuple):
+    compress_ratio: int
+    plan_c: torch.Tensor
+    plan_w: torch.Tensor
+    is_decode: bool = False
+
+
+@pytest.mark.parametrize(("ratio", "of_indexer"), [(4, False), (4, True), (128, False)])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_compressor_reads_plans(engine: SimpleNamespace, ratio: int, of_indexer: bool, drafts: int) -> None:
+    """Chunks, tokens and drafted tokens, some of which are run again: the entries of one long step without rings, and
+    in the rings what the engine has, projections without their bias."""
+    requests, tokens = 3, 300 if ratio == 128 else 90
+    table = torch.randperm(requests * (tokens // PAGE + 1), generator=generator(7)).view(requests, -1)
+    rings = Rings(ratio, (2 if drafts else 1) * (8 if ratio == 4 else 128), table, PAGE)
+    fmt: Any = formats.INDEXER_FP8 if of_indexer else formats.FP8_DS_MLA
+    dim, g = fmt.dim, generator(ratio + drafts)
+    width = dim * (2 if ratio == 4 else 1)
+    history = torch.randn(requests, tokens, 2 * width, generator=g)
+    ape = torch.randn(ratio, width, generator=g)
+    halves = torch.cat(ape.chunk(2, dim=1)).view(4, -1) if ratio == 4 else ape
+    norm = SimpleNamespace(weight=torch.randn(dim, generator=g), variance_epsilon=1e-6)
+    angles = torch.arange(tokens)[:, None] * torch.rand(32, generator=g)
+    turns = torch.polar(torch.ones_like(angles), angles)
+    states = torch.full((rings.rows, 2 * width), torch.nan)
+    entries = tokens // ratio
+    page_rows = 64 // ratio + 1
+    pages = -(-requests * entries // page_rows) + 1
+    caches = [
+        torch.full((pages, -(-fmt.row_elements * page_rows // 576) * 576), 3, dtype=torch.uint8) for _ in range(2)
+    ]
+
+    def slots(request: int, first: int, stop: int) -> torch.Tensor:
+        """Of the entries that close; the engine has some slot where none does."""
+        at = torch.arange(first, stop)
+        return torch.where((at + 1) % ratio == 0, 1 + request * entries + at // ratio, 0)
+
+    backend = engine.backend(plans={})
+
+    def run(plan: Any, spans: list[tuple[int, int]], layer: int, projected: torch.Tensor | None = None) -> None:
+        backend.plans[ratio] = plan
+        if projected is None:
+            projected = torch.cat([history[r, a:b] for r, (a, b) in enumerate(spans)])
+        call = {
+            "kv_score_buffer": states, "kv_score_input": projected, "ape": halves, "head_dim": dim, "norm": norm,
+            "freqs_cis_cache": turns, "kv_cache": caches[0], "is_indexer": of_indexer, "rotate": of_indexer,
+            "compress_ratio": ratio, "page_size": page_rows, "use_fp4_indexer": False, "bf16_store": False,
+            "out_loc": torch.cat([slots(r, a, b) for r, (a, b) in enumerate(spans)]),
+        }  # fmt: skip
+        assert set(call) <= seams.KEYWORDS["sglang"][seams.COMPRESSOR_V2]["self._forward_compress_all_in_one"]
+        backend.forward_core_compressor(None, None, layer, call)
+
+    done = [0, 0, 0]
+    while min(done) < tokens:
+        size = int(torch.randint(1, 2 * rings.window, (1,), generator=g))
+        if min(done) > rings.window and drafts and max(done) + drafts <= tokens:
+            spans = [(n, n + drafts) for n in done]
+            rejected = int(torch.randint(0, drafts, (1,), generator=g))
+            projected = torch.cat([history[r, a:b] for r, (a, b) in enumerate(spans)])
+            if rejected:
+                projected.view(requests, drafts, -1)[:, drafts - rejected :] += 1
+            run(rings.prefill(spans, 5), spans, 2, projected)
+            done = [n + drafts - rejected for n in done]
+            continue
+        if max(done) < tokens and min(done) > 0 and size % 2:
+            spans = [(n, n + 1) for n in done]
+            run(rings.decode([n + 1 for n in done]), spans, 2)
+        else:
+            spans = [(n, min(n + max(size - r, 1), tokens)) for r, n in enumerate(done)]
+            if any(a == b for a, b in spans):
+                break
+            run(rings.prefill(spans, size % 3), spans, 2)
+        done = [b for _, b in spans]
+    assert min(done) > 2 * rings.window
+    assert not hasattr(backend, "done")
+    for r, n in enumerate(done):
+        for p in range(n - 1, n // ratio * ratio - (4 if ratio == 4 else 0) - 1, -1):
+            assert torch.equal(states[rings.slot(r, p)], history[r, p]), (r, p)
+    plain = torch.zeros(requests * tokens, 1, 2 * width)
+    at = torch.cat([torch.arange(n) for n in done])
+    owner = torch.repeat_interleave(torch.arange(requests, dtype=torch.int32), torch.tensor(done))
+    fused_compress_norm_rope_store(
+        torch.cat([history[r, :n] for r, n in enumerate(done)]), ape, at, owner,
+        torch.tensor([0, *torch.tensor(done).cumsum(0).tolist()], dtype=torch.int32), plain, owner * tokens + at,
+        torch.full((requests, tokens), -1, dtype=torch.int32), torch.cat([angles.cos(), angles.sin()], 1),
+        caches[1][:, : fmt.row_elements * page_rows].view(pages, page_rows, -1),
+        torch.cat([slots(r, 0, n) for r, n in enumerate(done)]), norm.weight, 1e-6, ratio, kv_format=fmt.id,
+        index_hadamard=of_indexer,
+    )  # fmt: skip
+    assert torch.equal(caches[0], caches[1])
+
+
+def test_a_plan_is_read_once_for_all_layers_of_a_step(engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass begins where layers begin again, also if the engine writes its next plan into the same memory; a captured
+    graph reads the plan itself."""
+    reads: list[int] = []
+    monkeypatch.setattr(plugin, "read_plan", lambda plan, ratio, rows: reads.append(ratio))
+    states, first, second = plugin.States(), Decode(4, torch.zeros(1, 16)), Decode(4, torch.zeros(1, 16))
+    for plan, layer, of_indexer, is_in_graph, read in (
+        (first, 2, False, False, True),
+        (first, 2, True, False, True),  # on another stream
+        (first, 4, False, False, False),
+        (first, 4, True, False, False),
+        (first, 6, False, True, True),
+        (first, 8, False, True, False),
+        (first, 2, False, True, True),
+        (first, 4, False, True, False),
+        (second, 6, False, True, True),
+    ):
+        reads.clear()
+        monkeypatch.setattr(plugin, "is_capturing", lambda now=is_in_graph: now)
+        states.layer = layer
+        states._step(plan, 4, of_indexer, 1)
+        assert bool(reads) == read, (layer, of_indexer, is_in_graph)
+
+
+def test_other_states_are_the_engines(engine: SimpleNamespace) -> None:
+    backend = engine.backend(plans={})
+    call = {
+        "kv_score_buffer": torch.zeros(8, 1024), "kv_score_input": torch.zeros(1, 1024), "compress_ratio": 128,
+        "freqs_cis_cache": torch.zeros(1), "ape": torch.zeros(1),
+    }  # fmt: skip
+    for changed in (
+        {"kv_score_buffer": torch.zeros(8, 1024).bfloat16()},
+        {"kv_score_buffer": torch.zeros(8, 1536)},
+        {"use_fp4_indexer": True},
+        {"bf16_store": True},
+        {"kv_layout": SimpleNamespace(name="V41")},
+    ):
+        backend.done = ""
+        backend.forward_indexer_compressor(None, None, 0, {**call, **changed})
+        assert backend.done == "the engine's compressor"

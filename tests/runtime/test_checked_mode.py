@@ -110,6 +110,7 @@ def test_switches(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ops._switch(variable)
 
 
+@pytest.mark.full
 def test_the_variable_reaches_the_ops_of_the_package() -> None:
     code = (
         "import torch\n"

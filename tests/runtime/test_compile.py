@@ -410,6 +410,7 @@ def tree(tmp_path: Path) -> Path:
     return copy
 
 
+@pytest.mark.full
 def test_processes_share_a_folder(tree: Path, tmp_path: Path) -> None:
     """Of two that want a key at once, one compiles; a later one needs no compiler; an edited kernel is a miss."""
     folder = tmp_path / "cache"

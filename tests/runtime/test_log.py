@@ -46,6 +46,7 @@ def test_another_value_is_refused() -> None:
         log.configure("loud")
 
 
+@pytest.mark.full
 def test_the_variable_is_read_at_import() -> None:
     code = "import cute_kernels, logging; logging.getLogger('cute_kernels').info('hello')"
     for value, count in (("", 0), ("info", 1)):

@@ -115,6 +115,7 @@ def _imports(path: str) -> set[str]:
     return found
 
 
+@pytest.mark.full
 def test_the_search_in_the_text_finds_what_the_parser_finds() -> None:
     for path in SOURCES.files:
         assert SOURCES.imports(SOURCES._module(path)) >= _imports(path), path
@@ -153,6 +154,7 @@ def test_a_comment_in_one_kernel_recompiles_that_kernel(tmp_path: Path) -> None:
     assert len({k.kernel_name for k in keys}) > 30
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["compressor.save", "norm.rms", "linear.hopper.gemm_swap_ab"])
 def test_what_runs_during_compilation_is_in_the_closure(name: str) -> None:
     """Seen by a profiler: which files of the package functions are called from while a key is compiled."""

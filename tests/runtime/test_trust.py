@@ -237,6 +237,7 @@ def write_from_elsewhere(folder: str, both: Any) -> None:
     write_often(folder, "fail", pytest.MonkeyPatch(), both)
 
 
+@pytest.mark.full
 def test_processes_do_not_disturb_each_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader finds one writer's verdict whole, never a piece of it, never none."""
     context = multiprocessing.get_context("spawn")

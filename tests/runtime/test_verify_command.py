@@ -130,6 +130,7 @@ def test_verify_runs_layers_when_asked(
     assert "the package cute_kernels.layers is not installed" in err
 
 
+@pytest.mark.full
 def test_layers_agree_with_themselves_and_a_wrong_op_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from layers import verify as layers_verify
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,15 @@ def test_runs_and_what_went_wrong(sanitizer: str, monkeypatch: pytest.MonkeyPatc
     assert said.count("NEW") == 2
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Also where a shell began the tests in the background, and they ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_keeps_what_there_is(sanitizer: str) -> None:
     results, main = Results(), threading.main_thread().ident
     assert main is not None

@@ -411,6 +411,7 @@ def test_cost_counts_attended_rows():
     assert call.cost.bytes == 4 * 584 + 2 * 1024 + 2 * (2 * 4 * 512 * 2), "one row is named twice"
 
 
+@pytest.mark.full
 def test_compile():
     def step(q, cache, indices, lengths, extra, table, extra_length):
         return sparse_mla_decode(

@@ -261,6 +261,27 @@ def test_records_of_v41_have_kernels_on_hopper_alone(gpu: Launches, monkeypatch:
         OPS["sparse_mla_decode"].check(*arguments(**v41(8, formats.NVFP4_V41)).values())
 
 
+def test_codes_are_stored_of_every_caches_of_hopper_but_bf16(monkeypatch: pytest.MonkeyPatch, gpu: Launches) -> None:
+    plain = arguments()["extra_k_cache"]
+    codes = {
+        "out": torch.zeros(2, 2, 1024, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "positions": torch.zeros(2, dtype=torch.int64),
+        "cos_sin_cache": torch.zeros(16, 64),
+        "out_scale": torch.zeros(16, 8),
+    }
+    own = "output_quant is supported on sm_90a with caches of fp8_ds_mla/1 or of V4.1's formats, got"
+    for arch, changes, why in (
+        ("sm_90a", NO_EXTRA, ""),
+        ("sm_90a", v41(4), ""),
+        ("sm_90a", v41(4, formats.MXFP8_V41), ""),
+        ("sm_90a", {"k_cache": plain, "kv_format": BF16, **NO_EXTRA}, f"{own} sm_90a with plain_bf16/1"),
+        ("sm_100a", NO_EXTRA, f"{own} sm_100a with fp8_ds_mla/1"),
+    ):
+        monkeypatch.setattr(select, "arch_of", lambda index, arch=arch: arch)
+        call = DecodeCall(**arguments(**changes) | codes)
+        assert launch.why_not_decode(call) == why, (arch, changes)
+
+
 def test_shapes_choose_the_kernel_that_deals_work(gpu: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

@@ -229,6 +229,7 @@ def test_cost_counts_attended_rows():
     assert call.cost.bytes == len(different) * 1024 + 2 * (7 * 3 * 512 * 2)
 
 
+@pytest.mark.full
 def test_compile():
     def step(query, cache, indices, compressed, lens, seq_lens, starts):
         return sparse_mla_mixed(

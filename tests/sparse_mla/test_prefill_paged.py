@@ -293,6 +293,7 @@ def test_cost_counts_attended_rows():
     assert call.cost.bytes == (9 + 10) * 584 + (2 + 4) * 1024 + 2 * (5 * 3 * 512 * 2)
 
 
+@pytest.mark.full
 def test_compile():
     def step(q, cache, table, starts, lens, compressed, compressed_table, topk):
         return sparse_mla_prefill_paged(

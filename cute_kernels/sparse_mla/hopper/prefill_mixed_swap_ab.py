@@ -587,33 +587,19 @@ class PvEpilogue:
                 bars.kv.wait_full(stage, phase)
                 flags, has_factors = ptx.load_shared_64(smem.target + buffer * TARGET)
                 if has_factors != 0:
-                    self.rescale(o, self.of_heads(smem.factor + buffer * (config.heads * 4)))
+                    config.rescale(o, config.load_of_heads(lane, smem.factor + buffer * (config.heads * 4)))
                 products.multiply(o, smem.p + buffer * config.p_bytes, smem.kv + stage * KV_STAGE_BYTES)
                 if flags & LAST == 0:
                     release(bars.p.empty(buffer), lane)
                 used = stage
                 stage, phase = barriers.advance(stage, phase, bars.kv.stages)
                 tile = tile + 1
-            out_scales = self.of_heads(smem.out_scale + buffer * (config.heads * 4))
-            self.rescale(o, [out_scale * self.out.scale for out_scale in out_scales])
+            out_scales = config.load_of_heads(lane, smem.out_scale + buffer * (config.heads * 4))
+            config.rescale(o, [out_scale * self.out.scale for out_scale in out_scales])
             self.store(o, work_tile)
             # its out_scale has been used
             release(bars.p.empty(buffer), lane)
             work_tile = work_tile + scheduler.step
-
-    def of_heads(self, address: Any) -> list[Any]:
-        """The thread's of the fp32 numbers that heads have."""
-        numbers: list[Any] = []
-        for i in range(self.config.heads // 8):
-            numbers += ptx.load_shared_f32x2(address + (8 * i + (self.lane & 3) * 2) * 4)
-        return numbers
-
-    @cute.jit
-    def rescale(self, o: Any, factors: Any) -> None:
-        """Multiply each column of O^T with its head's factor."""
-        for tile in o:
-            for i in range_constexpr(cute.size(tile)):
-                tile[i] = tile[i] * factors[i // 4 * 2 + i % 2]
 
     @cute.jit
     def store(self, o: Any, work_tile: Any) -> None:
