@@ -108,9 +108,15 @@ def fp8_gemm() -> Iterator[Example]:
                 result = torch.full(out.shape, torch.nan)
                 yield Example(name, (*operands, result, None, batch_invariant, use_pdl), _near)
             elif out.shape[2] % BLOCK == 0:
-                codes = torch.full(out.shape, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
-                scale = torch.full(activation_scale_shape(out.shape[0], out.shape[1] * out.shape[2]), torch.nan)
-                yield Example(name, (*operands, codes, scale, batch_invariant, use_pdl), _near_codes)
+                yield _of_codes(example)
+
+
+def _of_codes(example: Example) -> Example:
+    """The same call with a result of codes and scales."""
+    *operands, out, _, batch_invariant, use_pdl = example.args
+    codes = torch.full(out.shape, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.full(activation_scale_shape(out.shape[0], out.shape[1] * out.shape[2]), torch.nan)
+    return Example(f"{example.name}, e4m3", (*operands, codes, scale, batch_invariant, use_pdl), _near_codes)
 
 
 def _fp8_gemm(gemms: Sequence[tuple[int, int, int, int]], of_kernels: bool = False) -> Iterator[Example]:
@@ -313,6 +319,9 @@ _SOAK_FP8 = (
 )
 """On Hopper two, four and eight splits of K for few rows, four and two for many."""
 
+_SOAK_CODES = ((64, 2, 1024, 3072),)
+"""Whose results are codes: six splits."""
+
 _SOAK_BF16 = ((16, 1, 2624, 4096), (16, 1, 1024, 4096), (200, 1, 1024, 4096), (64, 1, 1024, 4096))
 """The same: three and eight, two and four."""
 
@@ -320,6 +329,7 @@ _SOAK_BF16 = ((16, 1, 2624, 4096), (16, 1, 1024, 4096), (200, 1, 1024, 4096), (6
 def soak_fp8_gemm() -> Iterator[Example]:
     """fp8_gemm with K cut by the CTAs of clusters, of few rows and of many."""
     yield from _fp8_gemm(_SOAK_FP8, of_kernels=True)
+    yield from (_of_codes(example) for example in _fp8_gemm(_SOAK_CODES, of_kernels=True))
 
 
 def soak_bf16_gemm() -> Iterator[Example]:
