@@ -256,10 +256,8 @@ def fp8_linear(
     return out
 
 
-def _check_squares(call: SquaresCall) -> None:
-    c = Checker("fp8_gemm_squares")
-    c.tensor("a", call.a, torch.float8_e4m3fn, ("T", "K"))
-    c.require(call.a.shape[1] % BLOCK == 0, "a", f"K to be a multiple of {BLOCK}", list(call.a.shape))
+def _check_product(c: Checker, call: SquaresCall | DualGemmCall) -> None:
+    """The other operands of a product whose `a` has been checked, and its result."""
     chunks = call.a.shape[1] // BLOCK
     c.tensor("weight", call.weight, torch.float8_e4m3fn, ("N", "K"))
     c.tensor("a_scale", call.a_scale, torch.float32, ("T", chunks), dense_last=False)
@@ -267,6 +265,13 @@ def _check_squares(call: SquaresCall) -> None:
         "weight_scale", call.weight_scale, torch.float32, (-(-call.weight.shape[0] // BLOCK), chunks), dense_last=False
     )
     c.tensor("out", call.out, torch.bfloat16, ("T", "N"))
+
+
+def _check_squares(call: SquaresCall) -> None:
+    c = Checker("fp8_gemm_squares")
+    c.tensor("a", call.a, torch.float8_e4m3fn, ("T", "K"))
+    c.require(call.a.shape[1] % BLOCK == 0, "a", f"K to be a multiple of {BLOCK}", list(call.a.shape))
+    _check_product(c, call)
     c.tensor("squares", call.squares, torch.float32, ("T", None))
     most = call.weight.shape[0] // BLOCK
     c.require(
@@ -401,13 +406,7 @@ def _check_dual(call: DualGemmCall) -> None:
     c.tensor("a", call.a, torch.float8_e4m3fn, ("T", "K"))
     is_whole = call.a.shape[1] > 0 and call.a.shape[1] % BLOCK == 0
     c.require(is_whole, "a", f"K to be a positive multiple of {BLOCK}", list(call.a.shape))
-    chunks = call.a.shape[1] // BLOCK
-    c.tensor("weight", call.weight, torch.float8_e4m3fn, ("N", "K"))
-    c.tensor("a_scale", call.a_scale, torch.float32, ("T", chunks), dense_last=False)
-    c.tensor(
-        "weight_scale", call.weight_scale, torch.float32, (-(-call.weight.shape[0] // BLOCK), chunks), dense_last=False
-    )
-    c.tensor("out", call.out, torch.bfloat16, ("T", "N"))
+    _check_product(c, call)
     c.tensor("x", call.x, torch.bfloat16, ("T", "X"))
     c.tensor("x_weight", call.x_weight, torch.bfloat16, ("M", "X"))
     c.tensor("x_out", call.x_out, torch.float32, ("T", "M"))
