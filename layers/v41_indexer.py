@@ -88,19 +88,7 @@ class V41Indexer(torch.nn.Module):
         """The selection of a step. qr: normed latent queries bf16 [T, q_lora_rank]. before: that of the layers before,
         whose candidates this one may be restricted to, or hands on."""
         config, m, entries = self.config, step.window, step.entries[self.ratio]
-        shape = config.index_n_heads, config.index_head_dim
-        q, weights = fused_indexer_q_rope_quant(
-            m.positions,
-            self.wq_b(qr).unflatten(-1, shape),
-            cos_sin_cache,
-            self.weights_proj(hidden_states),
-            config.index_head_dim**-0.5,
-            config.index_n_heads**-0.5,
-            self.use_fp4,
-            e2m1_rounding="ties_to_even",
-            e2m1_floor=numerics.E2M1_FLOOR,
-            round_weights=True,
-        )
+        q, weights = self.queries(qr, hidden_states, step, cos_sin_cache)
         device, rows = qr.device, m.num_tokens
         picks = torch.empty(rows, config.index_topk, dtype=torch.int32, device=device)
         of, candidates = (None, None) if before is None else (before.candidate_of, before.candidates)
@@ -127,6 +115,25 @@ class V41Indexer(torch.nn.Module):
                 m.is_valid_token,
             )
         return V41Selection(self.layer_index, picks, slots, lens, of, candidates)
+
+    def queries(
+        self, qr: torch.Tensor, hidden_states: torch.Tensor, step: V41Step, cos_sin_cache: torch.Tensor
+    ) -> tuple[Quantized, torch.Tensor]:
+        """Quantized queries of a step's rows, and fp32 weights [T, heads] of their heads."""
+        config = self.config
+        shape = config.index_n_heads, config.index_head_dim
+        return fused_indexer_q_rope_quant(
+            step.window.positions,
+            self.wq_b(qr).unflatten(-1, shape),
+            cos_sin_cache,
+            self.weights_proj(hidden_states),
+            config.index_head_dim**-0.5,
+            config.index_n_heads**-0.5,
+            self.use_fp4,
+            e2m1_rounding="ties_to_even",
+            e2m1_floor=numerics.E2M1_FLOOR,
+            round_weights=True,
+        )
 
     def _decode(
         self,

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from layers import V41_PRESETS, DeepseekV41Attention
 from layers.v41_config import KINDS
+from layers.v41_indexer import V41Indexer
+from layers.v41_step import V41Selection
 from perf import layer, layer_v41
 from perf.cli import main
 from perf.layer_v41 import MODEL, V41Case
@@ -85,6 +89,81 @@ def test_a_step_runs(kind: str, is_own: bool, monkeypatch: pytest.MonkeyPatch) -
         bytes_only = {"copy": 1e-3}
         assert layer.ops_floor_us(step, bytes_only) > layer.floor_us(step.work(), bytes_only, None) > 0
         assert case.cache_bytes() > 0
+
+
+SCORES = torch.tensor([[3.0, 1.0, 2.0, -torch.inf, 2.0]])
+
+
+@pytest.mark.parametrize(
+    ("picks", "expected"),
+    [
+        ([0, 2], 0.0),
+        ([0, 4], 0.0),  # of two that tie either
+        ([0, 1], 1.0),
+        ([1, 2], 2.0),
+        ([0, -1], torch.inf),  # one is missing
+        ([0, 0], torch.inf),
+        ([0, 3], torch.inf),  # one that may not be picked
+        ([0, 1, 2, 4, -1], 0.0),
+        ([0, 1, 2, -1, -1], torch.inf),
+    ],
+)
+def test_the_shortfall_of_picks(picks: list[int], expected: float) -> None:
+    assert layer_v41.shortfall(SCORES, torch.tensor([picks])).tolist() == [expected]
+
+
+def reduced_step(monkeypatch: pytest.MonkeyPatch, kind: str) -> layer_v41.V41LayerStep:
+    monkeypatch.setattr(layer, "DEVICE", "cpu")
+    monkeypatch.setattr(layer_v41, "KINDS", SMALL)
+    monkeypatch.setattr(layer_v41, "V41_PRESETS", {MODEL: V41_PRESETS[MODEL].reduced()})
+    case = V41Case(MODEL, kind, "decode", 2, 1, 300)
+    return case.make_step(case.build_layers(max(case.lengths()) + 64))
+
+
+def test_a_wrong_pick_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a step of many requests, where the layer alone picks the best."""
+    step = reduced_step(monkeypatch, "source1")
+    assert step.difference(0).is_small
+    right = V41Indexer.forward
+
+    def forward(self: V41Indexer, *given: Any) -> V41Selection:
+        selection = right(self, *given)
+        if len(selection.picks) > 1:
+            row = selection.picks[0]
+            row[0] = next(entry for entry in range(300) if entry not in row.tolist())
+        return selection
+
+    monkeypatch.setattr(V41Indexer, "forward", forward)
+    found = step.difference(0)
+    assert found.moved == 1
+    assert found.shortfall > layer_v41.TIED
+    assert not step.is_right()
+
+
+def test_a_wrong_candidate_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = reduced_step(monkeypatch, "source1")
+    right = V41Indexer.forward
+
+    def forward(self: V41Indexer, *given: Any) -> V41Selection:
+        selection = right(self, *given)
+        assert selection.candidates is not None
+        selection.candidates[:, -1] = next(i for i in range(37) if i not in selection.candidates.tolist()[0])
+        return selection
+
+    monkeypatch.setattr(V41Indexer, "forward", forward)
+    found = step.difference(0)
+    assert (found.moved, found.output) == (0, 0.0)
+    assert found.shortfall > layer_v41.TIED
+
+
+def test_another_tables_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that reads another one's entries in the step of both."""
+    step = reduced_step(monkeypatch, "consumer1")
+    assert step.is_right()
+    assert step.selection is not None
+    assert step.selection.slots is not None
+    step.selection.slots.copy_(step.selection.slots.roll(1, dims=0))
+    assert not step.is_right()
 
 
 def test_drawn_picks() -> None:
