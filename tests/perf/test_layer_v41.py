@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.layers import linear
 from layers import V41_PRESETS, DeepseekV41Attention
 from layers.v41_config import KINDS
 from layers.v41_indexer import V41Indexer
@@ -112,12 +113,29 @@ def test_the_shortfall_of_picks(picks: list[int], expected: float) -> None:
     assert layer_v41.shortfall(SCORES, torch.tensor([picks])).tolist() == [expected]
 
 
-def reduced_step(monkeypatch: pytest.MonkeyPatch, kind: str) -> layer_v41.V41LayerStep:
+def reduced_step(monkeypatch: pytest.MonkeyPatch, kind: str, requests: int = 2) -> layer_v41.V41LayerStep:
     monkeypatch.setattr(layer, "DEVICE", "cpu")
     monkeypatch.setattr(layer_v41, "KINDS", SMALL)
     monkeypatch.setattr(layer_v41, "V41_PRESETS", {MODEL: V41_PRESETS[MODEL].reduced()})
-    case = V41Case(MODEL, kind, "decode", 2, 1, 300)
+    case = V41Case(MODEL, kind, "decode", requests, 1, 300)
     return case.make_step(case.build_layers(max(case.lengths()) + 64))
+
+
+def test_products_that_round_otherwise_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the step of all requests, so that other entries are picked where scores nearly tie."""
+    step = reduced_step(monkeypatch, "index", requests=8)
+    right = linear.matmul
+
+    def matmul(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        product = right(x, weight, torch.float32)
+        if len(x) > 1:
+            product *= 1 + 2.0**-13 * torch.randn(product.shape, generator=torch.Generator().manual_seed(0))
+        return product.to(out_dtype)
+
+    monkeypatch.setattr(linear, "matmul", matmul)
+    found = [step.difference(request) for request in range(8)]
+    assert all(one.is_small for one in found)
+    assert any(one.moved for one in found)
 
 
 def test_a_wrong_pick_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
