@@ -46,9 +46,11 @@ OWN = "own"
 """In the place of tensor-parallel ranks in names: caches of the model's own records, and MXFP4 keys."""
 ROUNDED = 0.02
 """Relative difference allowed between rows in a step of many requests and in one of their own, whose products are
-summed in another order. One of 640 rows attended to that is another moves an output by 0.05 (perf/log/layer.md)."""
+summed in another order: 0.004 on an H200. One pick of 512 that is another moves an output by 0.035 (perf/log/layer.md).
+"""
 QUANTIZED = 0.05
-"""The same of scores, whose queries are quantized behind such products: a head of another scale is 0.03 away."""
+"""The same of scores, whose queries are quantized behind such products: 0.006 on an H200; a head of another scale is
+0.03 away."""
 TIED = 1e-5
 """Part of a row's largest score by which kernels that sum heads in another order may differ."""
 
