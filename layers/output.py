@@ -17,6 +17,7 @@ from cute_kernels.output.ops import (
 )
 from cute_kernels.runtime import record
 from cute_kernels.runtime.arch import arch_of
+from cute_kernels.runtime.compile import call
 from cute_kernels.runtime.record import Cost
 
 from .config import AttentionConfig
@@ -24,6 +25,11 @@ from .linear import WEIGHT_BLOCK, Fp8Rows, Linear, matmul
 from .parallel import TensorParallel
 
 RECIPES = {False: (1, 128, 128), True: (1, 1, 128)}
+
+
+def _multiply_groups_into(x: torch.Tensor, columns: torch.Tensor, out: torch.Tensor) -> None:
+    """out [G, T, out] = x [G, T, in] @ columns [G, in, out] by cuBLAS, which takes rows of any stride."""
+    torch.bmm(x, columns, out=out)
 
 
 class OutputProjection(nn.Module):
@@ -99,7 +105,7 @@ class OutputProjection(nn.Module):
         """bf16 [T, groups, o_lora_rank] from rotated output [T, groups, heads_per_group * 512], and its scales if it is
         quantized."""
         if self.wo_a_scale is None:
-            return self._grouped(rotated.transpose(0, 1)).transpose(0, 1)
+            return self._grouped(rotated)
         if not self.tma_aligned_scales and rotated.is_cuda:
             z, _ = fp8_grouped_linear(rotated, scale, self.wo_a, self.wo_a_scale, **self._gemm)
             return z
@@ -116,15 +122,22 @@ class OutputProjection(nn.Module):
         return arch_of(rotated.device.index) == "sm_90a" and self.wo_b.quantized
 
     def _grouped(self, rotated: torch.Tensor) -> torch.Tensor:
+        """bf16 products [T, groups, o_lora_rank], of a bf16 wo_a."""
+        by_group, rows = rotated.transpose(0, 1), rotated.shape[0]
+
+        def product() -> torch.Tensor:
+            if rotated.device.type == "cpu" or torch.compiler.is_compiling():
+                return matmul(by_group, self.wo_a, torch.bfloat16).transpose(0, 1)
+            z = torch.empty(rows, self.groups, self.rank, dtype=torch.bfloat16, device=rotated.device)
+            call(_multiply_groups_into, rotated.get_device(), by_group, self.wo_a.transpose(1, 2), z.transpose(0, 1))
+            return z
+
         recording = None if torch.compiler.is_compiling() else record.active()
         if recording is None:
-            return matmul(rotated, self.wo_a, torch.bfloat16)
-        rows = rotated.shape[1]
+            return product()
         size = self.wo_a.numel() + rotated.numel() + rows * self.groups * self.rank
         cost = Cost(bytes=2 * size, flops=2 * rows * self.wo_a.numel())
-        return recording.run(
-            "linear wo_a", "torch", cost, rotated.device, lambda: matmul(rotated, self.wo_a, torch.bfloat16)
-        )
+        return recording.run("linear wo_a", "torch", cost, rotated.device, product)
 
     def forward(
         self,

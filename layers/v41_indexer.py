@@ -64,15 +64,18 @@ class V41Indexer(torch.nn.Module):
         *,
         use_fp4: bool,
         batch_invariant: bool = False,
+        use_pdl: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
+        self.use_pdl = use_pdl
         self.config, self.layer_index, self.use_fp4 = config, layer_index, use_fp4
         self.ratio = config.compress_ratio_of(layer_index)
         self.makes_candidates = layer_index == config.candidate_source_layer_id
         self.takes_candidates = config.takes_candidates(layer_index)
         heads, dim = config.index_n_heads, config.index_head_dim
-        gemm: dict[str, Any] = {"quantized": False, "batch_invariant": batch_invariant, "device": device}
+        gemm: dict[str, Any] = {"batch_invariant": batch_invariant, "use_pdl": use_pdl, "device": device}
+        gemm["quantized"] = False
         self.wq_b = Linear(config.q_lora_rank, heads * dim, label="indexer.wq_b", **gemm)
         self.weights_proj = Linear(config.hidden_size, heads, label="indexer.weights_proj", **gemm)
 
@@ -133,6 +136,7 @@ class V41Indexer(torch.nn.Module):
             e2m1_rounding="ties_to_even",
             e2m1_floor=numerics.E2M1_FLOOR,
             round_weights=True,
+            use_pdl=self.use_pdl,
         )
 
     def _decode(

@@ -37,6 +37,7 @@ class V41Options:
     batch_invariant   as AttentionOptions has it
     max_model_len     longest sequence; sizes the rotary table
     max_num_tokens    most rows in a step
+    use_pdl           as AttentionOptions has it
     workspace         shared by the layers of a model
     """
 
@@ -45,6 +46,7 @@ class V41Options:
     batch_invariant: bool = False
     max_model_len: int = 65536
     max_num_tokens: int = 8192
+    use_pdl: bool = True
     tp: TensorParallel = field(default_factory=TensorParallel)
     workspace: Workspace | None = None
 
@@ -73,11 +75,18 @@ class V41Compressor(nn.Module):
     key_norm_weight: torch.Tensor
 
     def __init__(
-        self, config: DeepseekV41Config, ratio: int, *, batch_invariant: bool, device: torch.device | str
+        self,
+        config: DeepseekV41Config,
+        ratio: int,
+        *,
+        batch_invariant: bool,
+        use_pdl: bool = False,
+        device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.ratio, self.eps = ratio, config.rms_norm_eps
-        gemm: dict[str, Any] = {"quantized": False, "batch_invariant": batch_invariant, "device": device}
+        self.ratio, self.eps, self.use_pdl = ratio, config.rms_norm_eps, use_pdl
+        gemm: dict[str, Any] = {"batch_invariant": batch_invariant, "use_pdl": use_pdl, "device": device}
+        gemm["quantized"] = False
         self.wkv_wgate = Linear(
             config.hidden_size,
             ratio * config.head_dim,
@@ -103,10 +112,18 @@ class V41Compressor(nn.Module):
                 "token_to_req_indices": m.token_to_req_indices,
             }
         projected = self.wkv_wgate(hidden_states)
-        latent = compress_latent(projected, m.positions, self.norm_weight, self.eps, ratio, **ring)
+        latent = compress_latent(
+            projected, m.positions, self.norm_weight, self.eps, ratio, use_pdl=self.use_pdl, **ring
+        )
         where = m.positions, cos_sin_cache
         rope_quant_insert(
-            latent, *where, caches.entries.data, entries.slots, ratio, kv_format=caches.entries.kv_format.id
+            latent,
+            *where,
+            caches.entries.data,
+            entries.slots,
+            ratio,
+            kv_format=caches.entries.kv_format.id,
+            use_pdl=self.use_pdl,
         )
         k_norm_rope_store(
             self.wk(latent),
@@ -117,6 +134,7 @@ class V41Compressor(nn.Module):
             entries.slots,
             ratio,
             kv_format=caches.keys.kv_format.id,
+            use_pdl=self.use_pdl,
         )
 
 
@@ -152,17 +170,18 @@ class DeepseekV41Attention(nn.Module):
         self.rotary_emb = rotary_emb or RotaryEmbedding(config, self.compress_ratio > 0, options.max_model_len, device)
         hidden, head_dim, q_rank = config.hidden_size, config.head_dim, config.q_lora_rank
         invariant: dict[str, Any] = {"batch_invariant": options.batch_invariant, "device": device}
-        gemm: dict[str, Any] = {"quantized": False, **invariant}
+        dependent: dict[str, Any] = {"use_pdl": options.use_pdl, **invariant}
+        gemm: dict[str, Any] = {"quantized": False, **dependent}
         self.fused_wqa_wkv = Linear(hidden, q_rank + head_dim, label="wqa_wkv", **gemm)
         self.wq_b = Linear(q_rank, self.num_heads * head_dim, label="wq_b", **gemm)
         self.register_buffer("q_norm_weight", torch.ones(q_rank, dtype=torch.bfloat16, device=device))
         self.register_buffer("kv_norm_weight", torch.ones(head_dim, dtype=torch.bfloat16, device=device))
         self.compressor = self.indexer = None
         if self.kind == SOURCE:
-            self.compressor = V41Compressor(config, self.compress_ratio, **invariant)
+            self.compressor = V41Compressor(config, self.compress_ratio, **dependent)
         if layer_index in config.index_source_layer_ids:
             use_fp4 = options.index_cache == "mxfp4"
-            self.indexer = V41Indexer(config, layer_index, use_fp4=use_fp4, **invariant)
+            self.indexer = V41Indexer(config, layer_index, use_fp4=use_fp4, **dependent)
         self.attention = V41SparseAttention(
             config,
             self.compress_ratio,
@@ -171,7 +190,7 @@ class DeepseekV41Attention(nn.Module):
             workspace=options.workspace,
             **invariant,
         )
-        self.o_proj = OutputProjection(config, tp, wo_a_quantized=False, wo_b_quantized=False, **invariant)
+        self.o_proj = OutputProjection(config, tp, wo_a_quantized=False, wo_b_quantized=False, **dependent)
 
     def forward(
         self,
@@ -194,7 +213,8 @@ class DeepseekV41Attention(nn.Module):
         check.require(step.is_draft == is_draft, "step", f"is_draft = {is_draft} of its builder", step.is_draft)
         m, config, table = step.window, self.config, self.rotary_emb.cos_sin_cache
         qr, kv = self.fused_wqa_wkv(hidden_states).split([config.q_lora_rank, config.head_dim], dim=-1)
-        qr, kv = fused_q_kv_rmsnorm(qr, kv, self.q_norm_weight, self.kv_norm_weight, config.rms_norm_eps)
+        norms = self.q_norm_weight, self.kv_norm_weight, config.rms_norm_eps
+        qr, kv = fused_q_kv_rmsnorm(qr, kv, *norms, use_pdl=self.options.use_pdl)
         q = self.wq_b(qr).unflatten(-1, (self.num_heads, config.head_dim))
         window = caches.windows[self.layer_index]
         self._rotate_and_store(q, kv, step, window)
@@ -222,10 +242,9 @@ class DeepseekV41Attention(nn.Module):
         self._check_step(check, step, caches, None)
         check.require(not step.is_draft, "step", "one of the model", "one of the draft")
         weight = self.fused_wqa_wkv.weight[config.q_lora_rank :]
-        product = bf16_product(
-            context, weight, torch.bfloat16, label="wkv", batch_invariant=self.options.batch_invariant
-        )
-        kv = mtp_shared_head_rmsnorm(product, self.kv_norm_weight, config.rms_norm_eps)
+        how = {"batch_invariant": self.options.batch_invariant, "use_pdl": self.options.use_pdl}
+        product = bf16_product(context, weight, torch.bfloat16, label="wkv", **how)
+        kv = mtp_shared_head_rmsnorm(product, self.kv_norm_weight, config.rms_norm_eps, use_pdl=self.options.use_pdl)
         no_queries = kv.new_empty(step.num_tokens, 0, config.head_dim)
         self._rotate_and_store(no_queries, kv, step, caches.windows[self.layer_index])
 
@@ -242,6 +261,7 @@ class DeepseekV41Attention(nn.Module):
             SWA_BLOCK_SIZE,
             apply_q_norm=False,
             kv_format=window.kv_format.id,
+            use_pdl=self.options.use_pdl,
         )
 
     def _check_step(
