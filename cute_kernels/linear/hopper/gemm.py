@@ -100,6 +100,10 @@ WITHIN_QUAD = 0x1C1F
 SCALED_CHUNKS = 4
 """Chunks whose scales a quad of lanes loads at a time, each lane those of one."""
 
+EDGE_ROWS = 16
+"""Of a box of `a` at the end of a call's rows. Boxes without a row are not asked for: rows beyond the last, which a
+bulk tensor copy fills with zeros, take it several times as long as those that are there."""
+
 STAGED_ROWS, STAGED_COLUMNS = 16, 64
 """Of a bf16 result: what a warp copies out at a time, 128 bytes of each row."""
 
@@ -394,16 +398,22 @@ class GemmKernel:
         )
 
     def tma_atoms(self, a: Any, b: Any) -> tuple[Any, ...]:
-        """Of each operand the copy and what it reads, then of each where it writes."""
+        """Of `a` the copy and what it reads, by tiles and by boxes, the same of `b`, then of each where it writes."""
         a_tiles = wgmma.swizzled_tiles(self.operand, self.rows, self.stages)
+        edge_tiles = self.edge_tiles()
         b_tiles = wgmma.swizzled_tiles(self.operand, self.columns, self.stages)
         # both as [rows, K, groups]
         a_view = cute.make_tensor(a.iterator, cute.select(a.layout, mode=[0, 2, 1]))
         b_view = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
         load = cpasync.CopyBulkTensorTileG2SOp()
         a_copy, a_source = cpasync.make_tiled_tma_atom(load, a_view, a_tiles, (self.rows, self.chunk))
+        edge_copy, edge_source = cpasync.make_tiled_tma_atom(load, a_view, edge_tiles, (EDGE_ROWS, self.chunk))
         b_copy, b_source = cpasync.make_tiled_tma_atom(load, b_view, b_tiles, (self.columns, self.chunk))
-        return a_copy, a_source, b_copy, b_source, a_tiles, b_tiles
+        return a_copy, a_source, edge_copy, edge_source, b_copy, b_source, a_tiles, b_tiles
+
+    def edge_tiles(self) -> Any:
+        """The memory of `a`, as boxes."""
+        return wgmma.swizzled_tiles(self.operand, EDGE_ROWS, self.stages * self.rows // EDGE_ROWS)
 
     def result_atom(self, out: Any) -> tuple[Any, ...]:
         """The copy of a warp's 16 rows of 64 columns, where it writes, and what it reads."""
@@ -423,46 +433,66 @@ class GemmKernel:
             copy, 0, cute.make_layout(1), cute.group_modes(tile, 0, 2), cute.group_modes(grid, 0, 2)
         )
 
+    def row_copies(self, copy: Any, source: Any, edge_copy: Any, edge_source: Any, a: Any) -> tuple[Any, ...]:
+        """The copies of `a`, by tiles and by boxes, each with what it writes and reads."""
+        boxes = cute.make_tensor(a.iterator, self.edge_tiles().outer)
+        by_boxes = self.partition(edge_copy, edge_source, boxes, EDGE_ROWS)
+        return copy, *self.partition(copy, source, a, self.rows), edge_copy, *by_boxes
+
     # ---- producer
 
-    @cute.jit
-    def load_a(self, a: Any, tile: Any, chunk: Any, stage: Any, full: Any) -> None:
-        copy, target, source = a
-        group, row_tile, _ = tile
-        cute.copy(copy, source[None, row_tile, chunk, group], target[None, stage], tma_bar_ptr=full)
+    def boxes(self, tile: Any, rows: Any) -> Any:
+        """Of a work tile's rows: those with a row of the call."""
+        return cutlass.min(cute.ceil_div(rows - tile[1] * self.rows, EDGE_ROWS), self.rows // EDGE_ROWS)
 
     @cute.jit
-    def load_b(self, b: Any, tile: Any, chunk: Any, stage: Any, full: Any) -> None:
+    def load_a(self, a: Any, tile: Any, boxes: Any, chunk: Any, stage: Any, full: Any) -> None:
+        copy, target, source, edge_copy, edge_target, edge_source = a
+        group, row_tile, _ = tile
+        most = const_expr(self.rows // EDGE_ROWS)
+        if boxes == most:
+            cute.copy(copy, source[None, row_tile, chunk, group], target[None, stage], tma_bar_ptr=full)
+        else:
+            for box in range_constexpr(most - 1):
+                if box < boxes:
+                    rows = edge_source[None, row_tile * most + box, chunk, group]
+                    cute.copy(edge_copy, rows, edge_target[None, stage * most + box], tma_bar_ptr=full)
+
+    @cute.jit
+    def load_b(self, b: Any, tile: Any, boxes: Any, chunk: Any, stage: Any, full: Any) -> None:
         copy, target, source = b
         group, _, column_tile = tile
         # the bytes of `a` are announced as well
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, self.key.stage_bytes)
+            bytes_ = (self.columns + boxes * EDGE_ROWS) * CHUNK_BYTES
+            cute.arch.mbarrier_arrive_and_expect_tx(full, bytes_)
         cute.copy(copy, source[None, column_tile, chunk, group], target[None, stage], tma_bar_ptr=full)
 
     @cute.jit
-    def produce(self, work: Any, ring: Any, a: Any, b: Any, is_dependent: Any) -> None:
+    def produce(self, work: Any, ring: Any, a: Any, b: Any, rows: Any, is_dependent: Any) -> None:
         """Fill the ring with the chunks of all work tiles. By one warp."""
         tile = work.tiles.coords(work.first, self.rows)
+        boxes = self.boxes(tile, rows)
         # b is a constant operand: a dependent's is on its way before the kernel ahead has ended. Where there is none to
         # wait for, chunks come one after the other: the first one's rows would queue behind all of b
         ahead = cutlass.min(work.chunks, Int32(self.stages) if is_dependent != 0 else Int32(1))
         if work.first < work.tiles.count:
             for chunk in cutlass.range(ahead, unroll=1):
-                self.load_b(b, tile, work.first_chunk + chunk, chunk, ring.full(chunk))
+                self.load_b(b, tile, boxes, work.first_chunk + chunk, chunk, ring.full(chunk))
         cute.arch.griddepcontrol_wait()
         if work.first < work.tiles.count:
             for chunk in cutlass.range(ahead, unroll=1):
-                self.load_a(a, tile, work.first_chunk + chunk, chunk, ring.full(chunk))
+                self.load_a(a, tile, boxes, work.first_chunk + chunk, chunk, ring.full(chunk))
         stage, phase = ahead % self.stages, ahead // self.stages
         first_chunk = ahead
         for number in cutlass.range(work.first, work.tiles.count, work.step, unroll=1):
             tile = work.tiles.coords(number, self.rows)
+            boxes = self.boxes(tile, rows)
             for chunk in cutlass.range(first_chunk, work.chunks, 1, unroll=1):
                 ring.wait_empty(stage, phase)
                 full = ring.full(stage)
-                self.load_b(b, tile, work.first_chunk + chunk, stage, full)
-                self.load_a(a, tile, work.first_chunk + chunk, stage, full)
+                self.load_b(b, tile, boxes, work.first_chunk + chunk, stage, full)
+                self.load_a(a, tile, boxes, work.first_chunk + chunk, stage, full)
                 stage, phase = barriers.advance(stage, phase, self.stages)
             first_chunk = Int32(0)
 
@@ -761,6 +791,8 @@ class GemmKernel:
         self,
         a_copy: cute.CopyAtom,
         a_source: cute.Tensor,
+        edge_copy: cute.CopyAtom,
+        edge_source: cute.Tensor,
         b_copy: cute.CopyAtom,
         b_source: cute.Tensor,
         a_tiles: cute.ComposedLayout,
@@ -812,7 +844,7 @@ class GemmKernel:
             words = cute.make_layout(self.warpgroups * self.key.received_bytes // 4)
             received = smem.allocate_tensor(Int32, words, byte_alignment=128).iterator.toint()
         if warp == self.warpgroups * 4:
-            for copy in (a_copy, b_copy):
+            for copy in (a_copy, edge_copy, b_copy):
                 cpasync.prefetch_descriptor(copy)
         if thread == 0:
             # one arrival announces the bytes; every warp that uses a stage releases it
@@ -835,9 +867,9 @@ class GemmKernel:
             if const_expr(self.warpgroups > 1):
                 cute.arch.setmaxregister_decrease(REGISTERS[self.warpgroups][0])
             if warp == self.warpgroups * 4:
-                a_memory = (a_copy, *self.partition(a_copy, a_source, a, self.rows))
+                a_memory = self.row_copies(a_copy, a_source, edge_copy, edge_source, a)
                 b_memory = (b_copy, *self.partition(b_copy, b_source, b, self.columns))
-                self.produce(work, ring, a_memory, b_memory, is_dependent)
+                self.produce(work, ring, a_memory, b_memory, rows, is_dependent)
             if const_expr(self.splits > 1):
                 cute.arch.cluster_wait()
         else:
