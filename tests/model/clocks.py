@@ -116,10 +116,7 @@ class Clocks:
         """What is wrong with bytes of shared memory that a product reads as one operand: they have to be of one
         version."""
         reads = reads[self.trace.operand[reads]]
-        is_written = self.writer[reads] >= 0
-        if self.trace.has_gaps:
-            reads = reads[is_written]
-        elif not is_written.all():
+        if (self.writer[reads] < 0).any():
             return "bytes of an operand that nobody has written"
         if self.counts_versions and len(reads) and np.ptp(self.versions[reads]):
             return "bytes of an operand are of different versions"

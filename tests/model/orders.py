@@ -32,19 +32,18 @@ def check(
     counts_versions: bool = True,
     votes_order: bool = False,
     unscoped: str = "",
-    has_gaps: bool = False,
 ) -> trace.Trace:
     """Raises AssertionError with all that is wrong in some schedules with what is accessed, and `more` without. In nine
     each way in which warps are slow meets each laziness.
 
-    copies_are_fenced, votes_order, unscoped, has_gaps
+    copies_are_fenced, votes_order, unscoped
                         see trace.make
     counts_versions     whether all bytes of an operand have been written equally often: not where something else than
                         an operand has been in a part of its place
     """
     among_threads = lanes.unordered(record, votes_order=votes_order)
     assert not among_threads, "\n".join(["threads of a warp:", *among_threads])
-    steps = trace.make(record, copies_are_fenced, votes_order, unscoped, has_gaps)
+    steps = trace.make(record, copies_are_fenced, votes_order, unscoped)
     left = None
     for seed in range(schedules + more):
         replay = Replay(steps, seed, laziness=LAZINESS[seed // 3 % 3], accesses=seed < schedules)

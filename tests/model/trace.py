@@ -54,7 +54,6 @@ class Trace:
     copies_are_fenced: bool = True
     votes_order: bool = False
     unscoped: str = ""
-    has_gaps: bool = False
     steps: list[list[Step]] = field(default_factory=list)
     agents: list[str] = field(default_factory=list)
     is_async: list[bool] = field(default_factory=list)
@@ -96,13 +95,7 @@ class Trace:
 UNSCOPED = ("", "reads", "reads and fenced writes")
 
 
-def make(
-    record: Record,
-    copies_are_fenced: bool = True,
-    votes_order: bool = False,
-    unscoped: str = "",
-    has_gaps: bool = False,
-) -> Trace:
+def make(record: Record, copies_are_fenced: bool = True, votes_order: bool = False, unscoped: str = "") -> Trace:
     """As the PTX ISA says, or as Hopper does:
 
     copies_are_fenced   whether tensor cores see what cp.async has written only behind a proxy fence, or without
@@ -113,12 +106,10 @@ def make(
                         their own block's memory are over. They are before the arrival in the block's scope; what
                         overwrites those bytes comes of the arrival, and meets them in that memory. "and fenced writes":
                         also what they wrote to that memory before a proxy fence, to the tensor cores of their block
-
-    has_gaps            whether products may read bytes that nobody has written: of rows that are not there
     """
     if unscoped not in UNSCOPED:
         raise ValueError(f"unscoped: expected one of {UNSCOPED}, got {unscoped!r}")
-    trace = Trace(record, copies_are_fenced, votes_order, unscoped, has_gaps)
+    trace = Trace(record, copies_are_fenced, votes_order, unscoped)
     unit = min((event.width for warp in record.warps for event in warp.events if event.width), default=4)
     sets = _Sets(min(unit, 16), record)
     for number, warp in enumerate(record.warps):

@@ -105,8 +105,8 @@ class DualGemmKernel:
         tiles, x_tiles = (TileGrid.of(result, ROWS, COLUMNS) for result in (out, x_out))
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         kernel = self.kernel(
-            *self.fp8.tma_atoms(a, b)[:6],
-            *self.bf16.tma_atoms(x, x_weight)[:6],
+            *self.fp8.tma_atoms(a, b)[:4],
+            *self.bf16.tma_atoms(x, x_weight)[:4],
             *(wgmma.make_mma(Float8E4M3FN, 1, COLUMNS) for _ in range(2)),
             *(wgmma.make_mma(BFloat16, 1, COLUMNS) for _ in range(2)),
             Strided.of(a_scale),
@@ -142,14 +142,10 @@ class DualGemmKernel:
         self,
         a_copy: cute.CopyAtom,
         a_source: cute.Tensor,
-        a_edge_copy: cute.CopyAtom,
-        a_edge_source: cute.Tensor,
         b_copy: cute.CopyAtom,
         b_source: cute.Tensor,
         x_copy: cute.CopyAtom,
         x_source: cute.Tensor,
-        x_edge_copy: cute.CopyAtom,
-        x_edge_source: cute.Tensor,
         w_copy: cute.CopyAtom,
         w_source: cute.Tensor,
         mma: cute.TiledMma,
@@ -192,7 +188,7 @@ class DualGemmKernel:
         words = cute.make_layout(self.fp8.key.received_bytes // 4)
         received = smem.allocate_tensor(Int32, words, byte_alignment=128).iterator.toint()
         if warp == 4:
-            for copy in (a_copy, a_edge_copy, b_copy, x_copy, x_edge_copy, w_copy):
+            for copy in (a_copy, b_copy, x_copy, w_copy):
                 cpasync.prefetch_descriptor(copy)
         if thread == 0:
             # one arrival announces the bytes; every warp that uses a stage releases it
@@ -211,14 +207,14 @@ class DualGemmKernel:
             if warp == 4:
                 if is_bf16:
                     work = self.split_of(x_tiles, number, rank, x_chunks)
-                    memory = self.bf16.row_copies(x_copy, x_source, x_edge_copy, x_edge_source, x)
+                    memory = self.bf16.row_copies(x_copy, x_source, x, rows)
                     weights = (w_copy, *self.bf16.partition(w_copy, w_source, w, COLUMNS))
-                    self.bf16.produce(work, ring, memory, weights, rows, is_dependent)
+                    self.bf16.produce(work, ring, memory, weights, is_dependent)
                 else:
                     work = self.split_of(tiles, number - x_tiles.count, rank, chunks)
-                    memory = self.fp8.row_copies(a_copy, a_source, a_edge_copy, a_edge_source, a)
+                    memory = self.fp8.row_copies(a_copy, a_source, a, rows)
                     weights = (b_copy, *self.fp8.partition(b_copy, b_source, b, COLUMNS))
-                    self.fp8.produce(work, ring, memory, weights, rows, is_dependent)
+                    self.fp8.produce(work, ring, memory, weights, is_dependent)
             cute.arch.cluster_wait()
         else:
             totals = cute.make_rmem_tensor((COLUMNS // 2,), Float32)
@@ -227,7 +223,7 @@ class DualGemmKernel:
                 work = self.split_of(x_tiles, number, rank, x_chunks)
                 tile = x_tiles.coords(number, ROWS)
                 self.bf16.consume_bf16((x_mma, x_mma_more), ring, (x, w), totals, barriers.start(), work.chunks)
-                row = tile[1] * ROWS + own_row
+                row = tile[1] + own_row
                 self.exchange(self.bf16, totals, rank, warp, lane, received, bars, row, tile, x_out, rows, x_columns)
             else:
                 work = self.split_of(tiles, number - x_tiles.count, rank, chunks)
@@ -238,7 +234,7 @@ class DualGemmKernel:
                     self.fp8.start_scales(scales, work, tile, own_row, rows, columns)
                 place = barriers.start()
                 self.fp8.consume((mma, mma_more), ring, (a, b), scales, [totals], place, work, Int32(-1))
-                row = tile[1] * ROWS + own_row
+                row = tile[1] + own_row
                 self.exchange(self.fp8, totals, rank, warp, lane, received, bars, row, tile, out, rows, columns)
 
     def exchange(
