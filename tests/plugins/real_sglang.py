@@ -70,12 +70,14 @@ def run_steps(module: Any, mixin: type, device: str) -> None:
         module._create_flashmla_metadata = lambda: None
         module.create_paged_compressor_data = plan_by_hand
         kind._use_sparse_prefill = lambda self, *args, **kwargs: False
+    wrong = []
     for drafts in ({}, {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": DRAFTS}):
         options = drafts and {**drafts, "speculative_eagle_topk": 1, "speculative_num_steps": DRAFTS - 1}
         context._CONTEXT.set_server_args(arguments(model_path="none", **options))
-        check_steps(
+        wrong += check_steps(
             kinds if device == "cuda" else kinds[:1], device, 64 if device == "cuda" else HEADS, drafts=bool(drafts)
         )
+    assert not wrong, "\n".join(wrong)
     if device == "cpu":
         del kind._use_sparse_prefill
 
