@@ -151,8 +151,8 @@ def make_parser() -> argparse.ArgumentParser:
     engines = commands.add_parser(
         "engines",
         help="vLLM's own layers, with and without the plug-in: compare what they write, and measure them",
-        description="vLLM's own layers, with and without the plug-in: what they write is compared, then the time of a "
-        "decode step in a CUDA graph is measured, whole and without the engine's linears. vLLM must be installed.",
+        description="vLLM's own layers, with and without the plug-in: what they write is compared, then the time of "
+        "steps in a CUDA graph is measured, whole and without the engine's linears. vLLM must be installed.",
     )
     engines.add_argument("--check", action="store_true", help="compare, and measure nothing")
     engines.add_argument("--only", default="", metavar="REGEX", help="what has this in its name; not for the report")

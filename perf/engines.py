@@ -6,8 +6,8 @@ drafted tokens, requests with unequal numbers of rows, prefill new and chunked, 
 step without metadata, and a replayed graph. Attention's results, projected results, picks, and the bytes that the step
 has written are compared.
 
-Then steps of decode are timed in CUDA graphs, by kind of layer, batch and heads of a rank: the whole layer, and what
-is left of it without the engine's own linears.
+Then steps of decode and of prefill are timed in CUDA graphs, by kind of layer, batch or new tokens, and heads of a
+rank: the whole layer, and what is left of it without the engine's own linears.
 """
 
 from __future__ import annotations
