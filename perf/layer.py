@@ -46,6 +46,7 @@ from cute_kernels.layers.output import OutputProjection
 from cute_kernels.layers.rotary import RotaryEmbedding
 from cute_kernels.runtime.compile import launch, record_launches
 from cute_kernels.runtime.record import Cost, record_calls
+from perf.grid import BETWEEN, draw
 from perf.measure import OURS, capture, peak, row, skipped, time_apart, time_graphs
 from perf.peers import load_failure
 from perf.timeline import Timeline, profile
@@ -91,6 +92,7 @@ class Case:
     rows: int
     context: int
     tp: int = 1
+    is_between: bool = False
 
     @property
     def ratios(self) -> tuple[int, ...]:
@@ -114,7 +116,8 @@ class Case:
         size = f"decode b{self.requests} ctx{self.context}" if self.phase == "decode" else ""
         size = size or f"prefill {self.rows} ctx{self.context}"
         more = f" n{self.rows}" if self.phase == "decode" and self.rows > 1 else ""
-        return f"{self.model} {self.kind} {size}{more}" + (f" tp{self.tp}" if self.tp > 1 else "")
+        more += f" tp{self.tp}" if self.tp > 1 else ""
+        return f"{self.model} {self.kind} {size}{more}" + (f" {BETWEEN}" if self.is_between else "")
 
     @property
     def decodes(self) -> int:
@@ -167,8 +170,21 @@ def cases(full: bool = False) -> Iterator[Case]:
             for context in (0, 65536):
                 for rows in (512, 2048, 4096):
                     yield Case(model, kind, "prefill", 1, rows, context)
+            yield from cases_between(model, kind)
         for b in (1, 8, 64):
             yield Case(model, MODEL, "decode", b, 1, 8192)
+
+
+def cases_between(model: str, kind: str) -> Iterator[Case]:
+    """Cells of sizes that nobody tunes for: decode steps, one of a rank's share, and a chunk of a prompt."""
+    what = f"layer {model} {kind}"
+    contexts = (2000, 200_000)
+    for point in draw(f"{what} decode", 2, b=(2, 256), context=contexts):
+        yield Case(model, kind, "decode", point["b"], 1, point["context"], is_between=True)
+    for point in draw(f"{what} ranks", 1, b=(2, 256), context=contexts, doublings=(1, 3)):
+        yield Case(model, kind, "decode", point["b"], 1, point["context"], 2 ** point["doublings"], is_between=True)
+    for point in draw(f"{what} prefill", 1, rows=(128, 4096), context=contexts):
+        yield Case(model, kind, "prefill", 1, point["rows"], point["context"], is_between=True)
 
 
 def fill_module(module: torch.nn.Module, o_proj: OutputProjection, g: torch.Generator) -> None:
@@ -552,6 +568,7 @@ def measure(
         "model": case.model,
         "kind": case.kind,
         "tp": case.tp,
+        **({"group": BETWEEN} if case.is_between else {}),
         **facts_of(timeline(step, case.calls), case.calls),
         "eager_host_us": round(host, 1),
         "eager_us": round(whole, 1),

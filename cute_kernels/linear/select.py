@@ -152,6 +152,10 @@ SPLIT_TILES: tuple[Tile, ...] = (
 )
 """The same of kernels that cut K, for weights with fewer work tiles than there are multiprocessors."""
 
+ZERO_ROW_US = 0.0025
+"""Of a chunk, for every row that a work tile has more than the call: bulk tensor copies fill them with zeros one at a
+time (perf/log/gemm.md)."""
+
 LEAST_SPLIT_CHUNKS = 8
 """Of 128 columns. With fewer in a split its sums cost more than they save. It keeps queries' products whole, whose bits
 are to be the same with and without sums of squares."""
@@ -220,7 +224,8 @@ def _soonest(
         ):
             return math.inf
         rounds = -(-work_tiles * splits // multiprocessors)
-        return rounds * (-(-chunks // splits) * tile.chunk_us + tile.tile_us) + tile.call_us
+        chunk_us = tile.chunk_us + ZERO_ROW_US * max(tile.key.rows - rows, 0)
+        return rounds * (-(-chunks // splits) * chunk_us + tile.tile_us) + tile.call_us
 
     key = min(tiles, key=microseconds).key
     work_tiles = count_work_tiles(key, rows, groups, outputs)

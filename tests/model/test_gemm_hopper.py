@@ -16,9 +16,10 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.isa_probes.meaning import TensorMap
-from cute_kernels.linear.hopper.gemm import BAND_ROWS, START, GemmKey
+from cute_kernels.linear.hopper.gemm import BAND_ROWS, BOX_ROWS, START, GemmKey
 from cute_kernels.linear.hopper.gemm_swap_ab import SwapAbKey
 from cute_kernels.linear.ops import activation_scale_shape, quantize_fp8_1x128
+from cute_kernels.linear.scales import ROW_ALIGNMENT
 from tests import oracle
 from tests.compile.reports import compile_report
 from tests.indexer.meaning import e4m3_codes
@@ -87,7 +88,7 @@ class Call:
         a_scale, b_scale = self.scales()
         width = 1 if key.operands == "e4m3" else 2
         if isinstance(key, GemmKey):
-            tiles = (a, key.rows), (b, key.columns)
+            tiles = (a, BOX_ROWS), (b, key.columns)
         else:
             tiles = (b, key.outputs), (a, key.tokens)
         maps = {}
@@ -121,7 +122,7 @@ class Call:
         if isinstance(key, GemmKey):
             row_tiles, column_tiles = -(-self.rows // key.rows), -(-self.columns // key.columns)
             per_group, height = row_tiles * column_tiles, BAND_ROWS // key.rows
-            values += [self.rows, self.columns, self.groups * per_group, row_tiles]
+            values += [self.rows, self.columns, self.groups * per_group, row_tiles, self.first_rows(key)[-1]]
             values += [*divisor(per_group), *divisor(height * column_tiles), *divisor((row_tiles - 1) % height + 1)]
             values += [self.chunks, self.seed % 2]  # whether it is a dependent of the kernel before
         else:
@@ -132,6 +133,13 @@ class Call:
             self.squares = memory.reserve(self.rows * self.blocks * 4)
             values += [self.squares, self.blocks * 4, self.blocks]
         return pack(own, values), maps
+
+    def first_rows(self, key: Key) -> list[int]:
+        """Of the work tiles: the last one ends with the last row, where there are as many."""
+        if isinstance(key, SwapAbKey):
+            return list(range(0, self.rows, key.tokens))
+        last = max(-(-self.rows // ROW_ALIGNMENT) * ROW_ALIGNMENT - key.rows, 0)
+        return [min(row, last) for row in range(0, self.rows, key.rows)]
 
     @property
     def blocks(self) -> int:
@@ -161,11 +169,15 @@ class Call:
         return want, size
 
     def results(self, key: Key) -> Any:
-        """[rows, groups, columns] of the results' format; each of their bytes has been written once, nothing else."""
+        """[rows, groups, columns] of the results' format; each of their bytes has been written once by every work tile
+        that has its row, nothing else."""
         shape = self.rows, self.groups, self.out_row
         start, used = self.out - self.memory.BASE, self.columns * SIZES[key.output]
         written = self.memory.written[start : start + np.prod(shape)].reshape(shape)
-        assert (written[..., :used] == 1).all()
+        rows = np.arange(self.rows)
+        height = key.tokens if isinstance(key, SwapAbKey) else key.rows
+        times = sum(((first <= rows) & (rows < first + height)).astype(int) for first in self.first_rows(key))
+        assert (written[..., :used] == times[:, None, None]).all()
         assert not written[..., used:].any()
         return self.memory.get(self.out, shape, np.uint8)[..., :used].copy().view(FORMATS[key.output])
 
@@ -193,6 +205,7 @@ CASES: dict[str, tuple[Key, Call, int]] = {
     "a split without chunks": (gemm("e4m3", "bf16", 64, 64, 2), Call(70, 1, 80, 1, seed=16), 4),
     "four splits": (gemm("e4m3", "fp32", 64, 64, 4), Call(3, 2, 72, 9, seed=2), 4),
     "two warpgroups": (gemm("e4m3", "bf16", 128, 64, 2), Call(130, 1, 64, 4, seed=3), 2),
+    "boxes across each other": (gemm("e4m3", "bf16", 192, 64, 1), Call(90, 1, 64, 5, seed=19), 1),
     "bf16, four splits": (gemm("bf16", "fp32", 128, 128, 4), Call(100, 1, 144, 13, seed=4), 2),
     "bf16, 96 columns": (gemm("bf16", "fp32", 64, 96, 1), Call(70, 1, 200, 5, seed=17), 1),
     "bf16, 96 columns, two splits": (gemm("bf16", "bf16", 64, 96, 2), Call(40, 1, 200, 7, seed=18), 3),
@@ -216,39 +229,42 @@ def test_results(name: str, laziness: float) -> None:
     one.check(key)
 
 
+CODES = gemm("e4m3", "e4m3", 64, 128, 2)
+
+
 @pytest.mark.parametrize(
-    "key", [gemm("e4m3", "e4m3", 64, 128, 2), swap_ab("e4m3", "e4m3", 8, 2, True)], ids=["gemm", "swap_ab"]
+    ("key", "rows", "clusters"), [(CODES, 5, 2), (CODES, 66, 4), (swap_ab("e4m3", "e4m3", 8, 2, True), 5, 2)]
 )
-def test_codes_are_those_of_the_rounded_result(key: Key) -> None:
-    call, clusters = Call(5, 2, 128, 3, seed=11), 2
+def test_codes_are_those_of_the_rounded_result(key: Key, rows: int, clusters: int) -> None:
+    call = Call(rows, 2, 128, 3, seed=11)
     call.run(replace(key, output="bf16"), clusters)
     plain = torch.from_numpy(call.results(replace(key, output="bf16")).view(np.int16)).view(torch.bfloat16)
     call.run(key, clusters, seed=1)
     codes, scales = quantize_fp8_1x128(plain.flatten(1))
-    assert np.array_equal(call.results(key), codes.view(torch.uint8).numpy().reshape(5, 2, 128))
-    got = call.memory.get(call.out_scale, activation_scale_shape(5, 256), np.float32)
-    assert np.array_equal(got[:, :5].T, scales.numpy())
-    assert not got[:, 5:].any()
+    assert np.array_equal(call.results(key), codes.view(torch.uint8).numpy().reshape(rows, 2, 128))
+    got = call.memory.get(call.out_scale, activation_scale_shape(rows, 256), np.float32)
+    assert np.array_equal(got[:, :rows].T, scales.numpy())
+    assert not got[:, rows:].any()
 
 
 STAGED = gemm("e4m3", "bf16", 128, 128, 1, stages=3, depth=1, lag=1, staged=True, squares=True)
 """A result that leaves through shared memory, by two warpgroups one behind the other, and its sums of squares."""
 
 
-def run_staged(own: Program, **options: Any) -> None:
-    """Two work tiles by one CTA, of which rows and columns are missing."""
-    call = Call(100, 1, 200, 6, seed=15)
+def run_staged(own: Program, rows: int = 128, **options: Any) -> None:
+    """By one CTA two work tiles, one of which lacks columns, or four that have rows in common."""
+    call = Call(rows, 1, 200, 6, seed=15)
     call.run(STAGED, 1, own, **options)
     call.check(STAGED)
-    got = call.memory.get(call.squares, (100, call.blocks), np.float32)
+    got = call.memory.get(call.squares, (rows, call.blocks), np.float32)
     out = (call.results(STAGED).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    want = (out[:, 0, : call.blocks * SCALE_BLOCK].reshape(100, -1, SCALE_BLOCK) ** 2).sum(-1)
+    want = (out[:, 0, : call.blocks * SCALE_BLOCK].reshape(rows, -1, SCALE_BLOCK) ** 2).sum(-1)
     assert (np.abs(got - want) <= SUMS * want).all()
 
 
-@pytest.mark.parametrize("laziness", [0.02, 0.98])
-def test_staged_results_and_squares(laziness: float) -> None:
-    run_staged(program(STAGED), laziness=laziness)
+@pytest.mark.parametrize(("rows", "laziness"), [(100, 0.02), (100, 0.98), (150, 0.5)])
+def test_staged_results_and_squares(rows: int, laziness: float) -> None:
+    run_staged(program(STAGED), rows, laziness=laziness)
 
 
 ORDER_KEYS = {"gemm": gemm("bf16", "fp32", 64, 64, 4), "swap_ab": swap_ab("bf16", "fp32", 8, 4, False)}

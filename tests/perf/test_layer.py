@@ -28,7 +28,8 @@ MACHINE = ("gpu", "cpu", "driver", "torch", "dsl", "tvm_ffi", "python", "commit"
 
 
 def test_cases_are_named_apart_and_as_the_records_say() -> None:
-    names = [case.name for case in layer.cases()]
+    between = [case for case in layer.cases() if case.is_between]
+    names = [case.name for case in layer.cases() if not case.is_between]
     assert len(set(names)) == len(names)
     expected = {
         f"{model} {kind} {step}"
@@ -43,6 +44,13 @@ def test_cases_are_named_apart_and_as_the_records_say() -> None:
     }
     expected |= {f"{model} model decode b{b} ctx8192" for model in ("v4-flash", "v4-pro") for b in (1, 8, 64)}
     assert set(names) == expected
+    assert not {case.name.removesuffix(" between") for case in between} & expected
+    for model in ("v4-flash", "v4-pro"):
+        for kind in ("swa", "c4a", "c128a"):
+            found = [case for case in between if (case.model, case.kind) == (model, kind)]
+            assert [(case.phase, case.tp > 1) for case in found] == [
+                *(("decode", False), ("decode", False), ("decode", True), ("prefill", False))
+            ]
     full = [case.name for case in layer.cases(full=True)]
     assert len(set(full)) == len(full) > 1000
     assert "v4-pro c4a decode b8 ctx1048576" in full

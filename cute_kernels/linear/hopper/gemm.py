@@ -42,6 +42,10 @@ work tile each, and send their totals to each other. Each adds up a share of the
                           the first half (r < 2) or the other one
     received              [split, 16 bytes of the share, thread] 16 bytes, for each consumer warpgroup
 
+Rows that are not there a copy fills with zeros, one at a time, which takes longer than to bring others. So the last
+work tile ends with the last row (rounded up to a multiple of 4) where there are as many: rows that it shares with the
+one before have the same results twice. Of fewer the last box of 64 lies across the one before.
+
 Every key without splits adds the chunks of a row in the same order, so a row's bits do not depend on what else is in
 the batch. With splits they depend on how K is cut. A cluster meets once, before sums are sent.
 
@@ -69,6 +73,7 @@ from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.formats import round_up
 from cute_kernels.kv_cache.query_norm import sum_of_quad
 from cute_kernels.linear.params import Strided
+from cute_kernels.linear.scales import ROW_ALIGNMENT
 from cute_kernels.numerics import E4M3_MAX, OUTPUT_FLOOR
 from cute_kernels.runtime.compile import KernelKey
 
@@ -99,6 +104,12 @@ WITHIN_QUAD = 0x1C1F
 
 SCALED_CHUNKS = 4
 """Chunks whose scales a quad of lanes loads at a time, each lane those of one."""
+
+BOX_ROWS = 64
+"""Of `a`: what a copy brings at a time."""
+
+SWIZZLED_ROWS = 8
+"""Rows that the swizzle goes over: where in shared memory a box may begin."""
 
 STAGED_ROWS, STAGED_COLUMNS = 16, 64
 """Of a bf16 result: what a warp copies out at a time, 128 bytes of each row."""
@@ -279,6 +290,7 @@ class TileGrid(NamedTuple):
 
     count       of all of them
     row_tiles   of a group
+    last_row    that one of these may begin with
     group       how many a group has
     band        how many a band has that is whole
     last_band   rows of tiles of the last band
@@ -286,6 +298,7 @@ class TileGrid(NamedTuple):
 
     count: Any
     row_tiles: Any
+    last_row: Any
     group: Any
     band: Any
     last_band: Any
@@ -299,6 +312,7 @@ class TileGrid(NamedTuple):
         return cls(
             length(out, 1) * per_group,
             row_tiles,
+            cutlass.max(cute.ceil_div(length(out, 0), ROW_ALIGNMENT) * ROW_ALIGNMENT - rows, 0),
             divisor(per_group),
             divisor(height * column_tiles),
             divisor((row_tiles - 1) % height + 1),
@@ -306,14 +320,14 @@ class TileGrid(NamedTuple):
 
     @cute.jit
     def coords(self, number: Any, rows: cutlass.Constexpr) -> tuple[Any, Any, Any]:
-        """Group, tile of so many rows and tile of columns."""
+        """Group, first row of so many and tile of columns."""
         height = const_expr(BAND_ROWS // rows)
         group, number = divmod(number, self.group)
         band, number = divmod(number, self.band)
         column, row = divmod(number, self.last_band)
         if (band + 1) * height <= self.row_tiles:
             column, row = number // height, number % height
-        return group, band * height + row, column
+        return group, cutlass.min((band * height + row) * rows, self.last_row), column
 
 
 class TileScheduler(NamedTuple):
@@ -401,7 +415,8 @@ class GemmKernel:
         a_view = cute.make_tensor(a.iterator, cute.select(a.layout, mode=[0, 2, 1]))
         b_view = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
         load = cpasync.CopyBulkTensorTileG2SOp()
-        a_copy, a_source = cpasync.make_tiled_tma_atom(load, a_view, a_tiles, (self.rows, self.chunk))
+        box = wgmma.swizzled_tiles(self.operand, BOX_ROWS, 1)
+        a_copy, a_source = cpasync.make_tiled_tma_atom(load, a_view, box, (BOX_ROWS, self.chunk))
         b_copy, b_source = cpasync.make_tiled_tma_atom(load, b_view, b_tiles, (self.columns, self.chunk))
         return a_copy, a_source, b_copy, b_source, a_tiles, b_tiles
 
@@ -425,11 +440,22 @@ class GemmKernel:
 
     # ---- producer
 
+    def row_copies(self, copy: Any, source: Any, a: Any, rows: Any) -> tuple[Any, ...]:
+        """The copy of a box of `a`, what it reads, where to, and the first row of a work tile's last box."""
+        whole = cute.ceil_div(rows, SWIZZLED_ROWS) * SWIZZLED_ROWS
+        return copy, source, a, cutlass.max(cutlass.min(whole, self.rows) - BOX_ROWS, 0)
+
     @cute.jit
     def load_a(self, a: Any, tile: Any, chunk: Any, stage: Any, full: Any) -> None:
-        copy, target, source = a
-        group, row_tile, _ = tile
-        cute.copy(copy, source[None, row_tile, chunk, group], target[None, stage], tma_bar_ptr=full)
+        copy, rows, memory, last_box = a
+        group, first_row, _ = tile
+        for number in range_constexpr(self.rows // BOX_ROWS):
+            row = cutlass.min(Int32(number * BOX_ROWS), last_box)
+            place = cute.assume((stage * self.rows + row) * self.chunk, SWIZZLED_ROWS * self.chunk)
+            box = cute.make_tensor(memory.iterator + place, wgmma.swizzled_tiles(self.operand, BOX_ROWS, 1).outer)
+            source = cute.domain_offset((first_row + row, 0, 0), rows)
+            target, source = self.partition(copy, source, box, BOX_ROWS)
+            cute.copy(copy, source[None, 0, chunk, group], target[None, 0], tma_bar_ptr=full)
 
     @cute.jit
     def load_b(self, b: Any, tile: Any, chunk: Any, stage: Any, full: Any) -> None:
@@ -471,8 +497,8 @@ class GemmKernel:
     def start_scales(self, scales: Scales, work: Any, tile: Any, own_row: Any, rows: Any, columns: Any) -> None:
         """Load a consumer thread's first scales of a work tile. Rows and columns beyond the last have none of their
         own; their results are not stored."""
-        group, row_tile, column_tile = tile
-        first = row_tile * self.rows + own_row
+        group, first_row, column_tile = tile
+        first = first_row + own_row
         apart = [wave * self.warpgroups * wgmma.ROWS + 8 * half for wave in range(self.waves) for half in range(2)]
         of_rows = [cutlass.min(first + rest, rows - 1) for rest in apart]
         scales.start(work, group, of_rows, cutlass.min(column_tile * self.columns, columns - 1) // SCALE_BLOCK)
@@ -723,8 +749,9 @@ class GemmKernel:
         self, totals: Any, warp: Any, lane: Any, tile: Any, staging: Any, squares: Any, rows_end: Any
     ) -> None:
         """Write a warp's rows to shared memory and have them copied out while the next work tile is multiplied."""
-        memory, copy, written, read = staging
-        group, row_tile, column_tile = tile
+        copy, results, out = staging
+        memory = results.iterator.toint()
+        group, first_row, column_tile = tile
         across = const_expr(self.columns // STAGED_COLUMNS)
         # what it wrote of the work tile before has been read: the lane that had it copied waits
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -742,15 +769,21 @@ class GemmKernel:
                     for i in range_constexpr(4):
                         of_rows[i % 2].append(words[i])
             if const_expr(self.key.squares):
-                first = row_tile * self.rows + (wave * (self.warpgroups * 4) + warp) * STAGED_ROWS + lane // 4
+                first = first_row + (wave * (self.warpgroups * 4) + warp) * STAGED_ROWS + lane // 4
                 squares.store(of_rows, first, column_tile, lane, rows_end)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
+        boxes = cute.local_tile(
+            cute.domain_offset((first_row, 0, 0), out), (STAGED_ROWS, STAGED_COLUMNS), (None, None, None)
+        )
+        written, read = cpasync.tma_partition(
+            copy, 0, cute.make_layout(1), cute.group_modes(results, 0, 2), cute.group_modes(boxes, 0, 2)
+        )
         with cute.arch.elect_one():
             for wave in range_constexpr(self.waves):
                 for half in range_constexpr(across):
                     box = (warp * self.waves + wave) * across + half
-                    rows = row_tile * (self.rows // STAGED_ROWS) + wave * (self.warpgroups * 4) + warp
+                    rows = wave * (self.warpgroups * 4) + warp
                     cute.copy(copy, written[None, box], read[None, rows, column_tile * across + half, group])
             cute.arch.cp_async_bulk_commit_group()
 
@@ -802,11 +835,7 @@ class GemmKernel:
         staging = None
         if const_expr(self.key.staged):
             results = smem.allocate_tensor(BFloat16, out_tiles.outer, byte_alignment=1024, swizzle=out_tiles.inner)
-            grid = cute.local_tile(out_target, (STAGED_ROWS, STAGED_COLUMNS), (None, None, None))
-            written, read = cpasync.tma_partition(
-                out_copy, 0, cute.make_layout(1), cute.group_modes(results, 0, 2), cute.group_modes(grid, 0, 2)
-            )
-            staging = results.iterator.toint(), out_copy, written, read
+            staging = out_copy, results, out_target
         received = Int32(0)
         if const_expr(self.splits > 1):
             words = cute.make_layout(self.warpgroups * self.key.received_bytes // 4)
@@ -835,7 +864,7 @@ class GemmKernel:
             if const_expr(self.warpgroups > 1):
                 cute.arch.setmaxregister_decrease(REGISTERS[self.warpgroups][0])
             if warp == self.warpgroups * 4:
-                a_memory = (a_copy, *self.partition(a_copy, a_source, a, self.rows))
+                a_memory = self.row_copies(a_copy, a_source, a, rows)
                 b_memory = (b_copy, *self.partition(b_copy, b_source, b, self.columns))
                 self.produce(work, ring, a_memory, b_memory, is_dependent)
             if const_expr(self.splits > 1):
@@ -875,7 +904,7 @@ class GemmKernel:
                 else:
                     place = self.consume_bf16((mma, mma_more), ring, operands, totals[0], place, work.chunks)
                 result = out, out_scale, scale_row, padded_rows
-                row = tile[1] * self.rows + own_row
+                row = tile[1] + own_row
                 if const_expr(self.key.staged):
                     self.store_staged(totals, warp, lane, tile, staging, squares, rows)
                 elif const_expr(self.splits > 1):

@@ -207,12 +207,12 @@ class DualGemmKernel:
             if warp == 4:
                 if is_bf16:
                     work = self.split_of(x_tiles, number, rank, x_chunks)
-                    memory = (x_copy, *self.bf16.partition(x_copy, x_source, x, ROWS))
+                    memory = self.bf16.row_copies(x_copy, x_source, x, rows)
                     weights = (w_copy, *self.bf16.partition(w_copy, w_source, w, COLUMNS))
                     self.bf16.produce(work, ring, memory, weights, is_dependent)
                 else:
                     work = self.split_of(tiles, number - x_tiles.count, rank, chunks)
-                    memory = (a_copy, *self.fp8.partition(a_copy, a_source, a, ROWS))
+                    memory = self.fp8.row_copies(a_copy, a_source, a, rows)
                     weights = (b_copy, *self.fp8.partition(b_copy, b_source, b, COLUMNS))
                     self.fp8.produce(work, ring, memory, weights, is_dependent)
             cute.arch.cluster_wait()
@@ -223,7 +223,7 @@ class DualGemmKernel:
                 work = self.split_of(x_tiles, number, rank, x_chunks)
                 tile = x_tiles.coords(number, ROWS)
                 self.bf16.consume_bf16((x_mma, x_mma_more), ring, (x, w), totals, barriers.start(), work.chunks)
-                row = tile[1] * ROWS + own_row
+                row = tile[1] + own_row
                 self.exchange(self.bf16, totals, rank, warp, lane, received, bars, row, tile, x_out, rows, x_columns)
             else:
                 work = self.split_of(tiles, number - x_tiles.count, rank, chunks)
@@ -234,7 +234,7 @@ class DualGemmKernel:
                     self.fp8.start_scales(scales, work, tile, own_row, rows, columns)
                 place = barriers.start()
                 self.fp8.consume((mma, mma_more), ring, (a, b), scales, [totals], place, work, Int32(-1))
-                row = tile[1] * ROWS + own_row
+                row = tile[1] + own_row
                 self.exchange(self.fp8, totals, rank, warp, lane, received, bars, row, tile, out, rows, columns)
 
     def exchange(
