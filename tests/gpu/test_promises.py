@@ -8,7 +8,7 @@ bit, or against the reference where a promise is about other data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
@@ -54,7 +54,14 @@ def name_of(value: str) -> str:
     return value.replace(" ", "-")
 
 
-each_kernel = pytest.mark.parametrize(("op", "kernel"), CASES, ids=name_of)
+def of_cases(ops: Collection[str]) -> pytest.MarkDecorator:
+    """The cases of some ops. With `--dist loadgroup` a process has all tests of a case: what they share, results and
+    references above all, is made once."""
+    cases = [pytest.param(*case, marks=pytest.mark.xdist_group("-".join(case))) for case in CASES if case[0] in ops]
+    return pytest.mark.parametrize(("op", "kernel"), cases, ids=name_of)
+
+
+each_kernel = of_cases(OPS)
 
 
 # ---- what is run -----------------------------------------------------------------------------------------------------
@@ -196,7 +203,7 @@ def test_graphs(op: str, kernel: str, use_pdl: bool) -> None:
                 check(example.name, call, call.expected(result), copy)
 
 
-@pytest.mark.parametrize(("op", "kernel"), [case for case in CASES if case[0] in ROWS], ids=name_of)
+@of_cases(ROWS)
 def test_rows_alone_and_in_a_batch(op: str, kernel: str) -> None:
     """A call in three pieces, the first of one row where results may be that small, leaves the same memory."""
     tried = 0
@@ -227,7 +234,7 @@ def check_data(op: str, example: Example, label: str, args: tuple[Any, ...]) -> 
     assert not why, f"{example.name}, {label}: {why}"
 
 
-@pytest.mark.parametrize(("op", "kernel"), [case for case in CASES if case[0] in NAMING], ids=name_of)
+@of_cases(NAMING)
 def test_what_is_not_named_is_not_read(op: str, kernel: str) -> None:
     chosen, launched = chosen_examples(op, kernel), promises.launched(op, kernel)
     tried = 0

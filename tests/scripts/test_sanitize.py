@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def jobs(*ops: str) -> list[Job]:
-    return [Job("racecheck", op, 0, 3, ("key",)) for op in ops]
+    return [Job("racecheck", op, (0, 7, 9), ("key",)) for op in ops]
 
 
 def counts(results: Results) -> dict[tuple[str, Report], int]:
@@ -130,7 +131,7 @@ def test_runs_and_what_went_wrong(sanitizer: str, monkeypatch: pytest.MonkeyPatc
     sanitize.run_all(Processes(), sanitizer, jobs("races", "clean", "odd", "dies", "hangs", "nothing"), 6, results)
     assert counts(results) == {("races", RACE): 1, ("hangs", HALF): 1}
     assert results.runs == 2
-    assert sorted(problem.partition("calls 0 to 2: ")[2].partition(":")[0] for problem in results.failed) == [
+    assert sorted(problem.partition("calls 0, 7, 9: ")[2].partition(":")[0] for problem in results.failed) == [
         "2 reports that are not understood",
         "no end within 2 s",
         "no summary",
@@ -169,13 +170,35 @@ def test_an_interrupt_keeps_what_there_is(sanitizer: str) -> None:
     ]
 
 
-def test_calls_are_divided_among_runs() -> None:
-    of_calls = {"a": ([("k",), ("k", "l"), ("m",), ("n",)], ""), "b": ([], "went wrong")}
-    assert list(sanitize.jobs_of("racecheck", of_calls)) == [
-        Job("racecheck", "a", 0, 3, ("k", "l", "m")),
-        Job("racecheck", "a", 3, 4, ("n",)),
+@dataclass(frozen=True)
+class Key:
+    kernel_name: str
+
+
+def test_calls_are_divided_among_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_ops = {"a": [(0, ("k",)), (3, ("k", "l")), (4, ("m",)), (9, ("n",)), (11, ("endless",))], "b": []}
+    monkeypatch.setattr(sanitize, "NEVER_END", {"racecheck": "endless".__eq__})
+    assert list(sanitize.jobs_of("racecheck", of_ops)) == [
+        Job("racecheck", "a", (0, 3, 4), ("k", "l", "m")),
+        Job("racecheck", "a", (9,), ("n",)),
     ]
-    assert list(sanitize.jobs_of("memcheck", of_calls)) == [Job("memcheck", "a", 0, 4, ("k", "l", "m", "n"))]
+    assert list(sanitize.jobs_of("memcheck", of_ops)) == [
+        Job("memcheck", "a", (0, 3, 4, 9, 11), ("k", "l", "m", "n", "endless"))
+    ]
+
+
+def test_calls_are_chosen_by_kernels() -> None:
+    scores, sums = Key("indexer.scores"), Key("indexer.sums")
+    calls = [(2, (scores,)), (5, (scores, sums)), (6, ())]
+    assert sanitize.choose(calls, "*.sums") == [(5, (scores, sums))]
+    assert sanitize.choose(calls, "indexer.*") == calls[:2]
+
+
+def test_calls_that_ops_are_verified_with_are_found_by_number() -> None:
+    op, offered = sanitize.examples("sparse_mla_mixed")
+    again = sanitize.examples("sparse_mla_mixed")[1]
+    assert op.name == "sparse_mla_mixed"
+    assert [example.name for example in offered] == [example.name for example in again]
 
 
 def test_every_accepted_report_has_a_reason() -> None:
