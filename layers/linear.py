@@ -23,12 +23,9 @@ from cute_kernels.runtime.record import Cost
 
 WEIGHT_BLOCK = 128
 
-MOST_OWN_ROWS, MOST_OWN_ROWS_OF_LARGE = 64, 32
-"""Up to so many rows our bf16 GEMM is faster than cuBLAS's for all weights of the layers, of large ones up to so many.
-With more it is for some of them, which gains a layer nothing (perf/notes/gemm.md)."""
-
-LARGE_WEIGHT = 1 << 25
-"""Numbers in a weight."""
+MOST_OWN_ROWS = 64
+"""Up to so many rows our bf16 GEMM is faster than cuBLAS's for all weights of the layers. With more it is for some of
+them, which gains a layer nothing (perf/notes/gemm.md)."""
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,8 +78,7 @@ def bf16_product(
 ) -> torch.Tensor:
     """bf16 x [T, in] @ weight [out, in]^T: for few rows on Hopper, and where bits must not depend on how many they are,
     by our kernels, else by torch."""
-    most = MOST_OWN_ROWS_OF_LARGE if weight.numel() > LARGE_WEIGHT else MOST_OWN_ROWS
-    is_few = batch_invariant or x.shape[0] <= most
+    is_few = batch_invariant or x.shape[0] <= MOST_OWN_ROWS
     if x.is_cuda and is_few and weight.shape[0] % 16 == 0 and arch_of(x.device.index) == "sm_90a":
         return bf16_linear(x, weight, out_dtype=out_dtype, batch_invariant=batch_invariant, use_pdl=use_pdl)
     if x.device.type == "cpu" or torch.compiler.is_compiling():

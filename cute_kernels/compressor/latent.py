@@ -50,6 +50,10 @@ HALF_ROW = HEAD_DIM * 4
 LATENT = HEAD_DIM * 2
 """Bytes of a rounded latent in shared memory."""
 
+MOST_KNOWN = 32
+"""Of fewer requests each lane of a warp knows where one begins, and the last where they end, before it is known whose
+a row is: else the first rows of a call would wait for that as well (perf/log/latents.md)."""
+
 FEW_ROWS = {1: 2048, 2: 512}
 """By ratio: with more, a CTA takes two rows, and those of ratio 1 may go through L1 (perf/log/latents.md)."""
 
@@ -157,14 +161,25 @@ class LatentKernel:
         in_ring: Any = None
         if const_expr(self.rows == 1):
             beside = self.load(self.row_address(rows, cutlass.max(row - 1, 0)), 2)
-        position, owner, is_slot, place, place_before = self.load_facts(rows, cutlass.min(number, rows.total - 1))
+        position, slot, owner = self.load_numbers(rows, cutlass.min(number, rows.total - 1))
+        starts: Any = None
+        if const_expr(self.rows > 1):
+            lane = cutlass.min(cute.arch.lane_idx(), rows.requests)
+            starts = ptx.load_global_s32_in_order(rows.starts + Int64(lane) * 4, is_shared=True)
+        is_slot, place, place_before = self.locate(rows, slot)
         is_odd = Int32(position) & 1 == 1
         if const_expr(self.rows == 1):
             in_ring = self.load_where(is_slot & is_odd, place_before + self.offset())
 
         is_owned = (owner >= 0) & (owner < rows.requests)
-        start = rows.starts + Int64(owner if is_owned else Int32(0)) * 4
-        first, last = [ptx.load_global_s32_in_order(start + 4 * i, is_shared=True) for i in range(2)]
+        request = owner if is_owned else Int32(0)
+        first, last = Int32(0), Int32(0)
+        if const_expr(starts is None):
+            first, last = self.load_starts(rows, request)
+        elif rows.requests < MOST_KNOWN:
+            first, last = [cute.arch.shuffle_sync(starts, request + i) for i in range(2)]
+        else:
+            first, last = self.load_starts(rows, request)
         # a negative end would make the number of rows wrap around
         last = cutlass.max(cutlass.min(last, rows.total), Int32(0))
         is_there = is_slot & is_owned & (position >= 0) & (number < rows.total)
@@ -207,20 +222,29 @@ class LatentKernel:
     @cute.jit
     def keep_late(self, rows: Rows, row: Any, owner: Any) -> None:
         """Keep a row of this request, if it is one, for the request's first row."""
-        position, of_row, is_slot, place, _ = self.load_facts(rows, row)
+        position, slot, of_row = self.load_numbers(rows, row)
+        is_slot, place, _ = self.locate(rows, slot)
         words = self.load(self.row_address(rows, row), 2)
         self.keep(place, words, is_slot & (position >= 0) & (of_row == owner))
 
-    @cute.jit
-    def load_facts(self, rows: Rows, row: Any) -> Any:
-        """Position and request of a row, whether it has a slot, and where in its ring are this and the slot before."""
+    def load_numbers(self, rows: Rows, row: Any) -> Any:
+        """Position, slot and request of a row."""
         position, slot = (ptx.load_global_s64_in_order(at + Int64(row) * 8) for at in (rows.positions, rows.slots))
-        owner = ptx.load_global_s32_in_order(rows.owners + Int64(row) * 4)
+        return position, slot, ptx.load_global_s32_in_order(rows.owners + Int64(row) * 4)
+
+    def load_starts(self, rows: Rows, request: Any) -> list[Any]:
+        """First rows of a request and of the one behind it."""
+        start = rows.starts + Int64(request) * 4
+        return [ptx.load_global_s32_in_order(start + 4 * i, is_shared=True) for i in range(2)]
+
+    @cute.jit
+    def locate(self, rows: Rows, slot: Any) -> Any:
+        """Whether there is such a slot, and where in its ring are this and the one before."""
         is_slot = (slot >= 0) & (slot < Int64(rows.capacity))
         page, number = divmod(Int32(slot if is_slot else Int64(0)), rows.ring)
         ring = rows.state + Int64(page) * rows.page_stride
         before = number - 1 if number > 0 else rows.ring.divisor - 1
-        return position, owner, is_slot, *(ring + Int64(n) * (2 * HALF_ROW) for n in (number, before))
+        return is_slot, *(ring + Int64(n) * (2 * HALF_ROW) for n in (number, before))
 
     def of_row(self, number: Any, i: int) -> Any:
         """What the lane that looks after row i has as this number."""

@@ -43,6 +43,34 @@ def test_bad_numbers(pairs: bool) -> None:
     assert compared > 2
 
 
+@pytest.mark.parametrize("requests", [1, 31, 32, 40])
+def test_any_number_of_requests(requests: int) -> None:
+    """Of up to 31 each lane of a warp knows a beginning ahead."""
+    g = torch.Generator().manual_seed(requests)
+    rows = torch.randint(1, 4, (requests,), generator=g)
+    owners = torch.arange(requests).repeat_interleave(rows)
+    starts = torch.cat([rows.new_zeros(1), rows.cumsum(0)])
+    first = torch.randint(0, 100, (requests,), generator=g)
+    total = len(owners)
+    positions = first[owners] + torch.arange(total) - starts[owners]
+    given = {
+        "kv_score": torch.randn(total, 1024, generator=g),
+        "positions": positions,
+        "token_to_req_indices": owners.int(),
+        "query_start_loc": starts.int(),
+        "state_cache": torch.randn(requests, 8, 1024, generator=g),
+        "slot_mapping": owners * 8 + positions % 8,
+        "norm_weight": torch.randn(512, generator=g).bfloat16(),
+        "eps": 1e-20,
+        "compress_ratio": 2,
+        "out": torch.zeros(total, 512, dtype=torch.bfloat16),
+        "use_pdl": False,
+    }
+    key = LatentKey("sm_90a", 2, pairs=True)
+    program = parse(compile_report(key).ptx)
+    assert agrees(key, program, f"{requests} requests", tuple(given[name] for name in NAMES))
+
+
 def agrees(key: LatentKey, program: Any, label: str, args: tuple[Any, ...]) -> bool:
     """Runs a call, and compares it; whether the reference says what comes out."""
     given, memory = dict(zip(NAMES, args, strict=True)), GlobalMemory(1 << 21)
