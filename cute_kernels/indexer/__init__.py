@@ -11,8 +11,8 @@ chunks.py              calls that score and pick at once, cut into chunks whose 
 
 params.py              what score kernels share: groups of rows, windows, keys, tile scheduler, warps that write -inf
 producer.py            producer warps of the kernels below but that of mma_sync/
-hopper/                wgmma: logits.py (FP8), logits_mxfp4.py; epilogue.py of both; logits_candidates.py,
-                       logits_candidates_mxfp4.py: the same of candidate blocks alone
+hopper/                wgmma: logits.py (FP8), logits_mxfp4.py; epilogue.py of both; logits_candidates.py:
+                       the same of candidate blocks alone, FP8 and MXFP4
 blackwell/             logits.py: tcgen05, FP8 and MXFP4
 mma_sync/              logits.py: every architecture from sm_80 on
 query.py               queries rotated and quantized

@@ -10,7 +10,7 @@ launch.py              what a GEMM op runs on a GPU: whether kernels can take a 
 select.py              which of Hopper's kernels a GEMM takes, and how it cuts K
 params.py              tensors of the kernels, and work tiles of those of blackwell/ and mma_sync/
 
-hopper/                gemm.py: many rows; gemm_swap_ab.py: few
+hopper/                gemm.py: many rows; gemm_swap_ab.py: few; gemm_dual.py: an FP8 and a bf16 product in one launch
 blackwell/             gemm.py: tcgen05
 mma_sync/              gemm.py: every architecture from sm_80 on
 verify_cases.py        calls that the kernels are verified with

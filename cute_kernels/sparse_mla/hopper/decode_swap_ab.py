@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sparse_mla_decode on Hopper for up to 16 heads, rows whole: keys on the tensor cores' long side, as in
-prefill_swap_ab.py, over records that are dequantized on their way.
+"""sparse_mla_decode on Hopper for up to 16 heads, rows whole (no other launch combines splits): keys on the tensor
+cores' long side, as in prefill_swap_ab.py, over records that are dequantized on their way.
 
 A CTA takes work tiles: a query row with all its heads; or a cluster of two takes a row, half of its tiles each, and
 each CTA adds up half of the columns of O (`Combination`). Keys come in tiles of 64. Warpgroups:
@@ -23,12 +23,15 @@ each CTA adds up half of the columns of O (`Combination`). Keys come in tiles of
     p         a warpgroup has stored a tile's P, and    PV is done with it           PV, softmax
               before that its V
     q         a work tile's queries                     none: PV copies them         QK
-    row_max   of each softmax warpgroup: the running maxima know of its tile         the other softmax warpgroup
+    row_max   of each softmax warpgroup: its tile counts in the running maxima       the other softmax warpgroup
+    combined  (cluster) the other CTA's maxima and      none: a row a cluster        PV
+              sums; then its part of O
 
 K goes to the tensor cores from the registers that it is dequantized in, so shared memory has it once, for PV. Lane l of
-a warp has, with c = l % 4, columns 16 c ... 16 c + 15 of each slab of two keys, and a product of 16 columns takes four
-of them: 16 c + 4 k ... 16 c + 4 k + 3 is what it has of product k. So columns of a slab are in the order of products:
-of its 32 words (pairs of columns) number 8 c + i is word c of 16-byte chunk i, in Q, in V, and in the rows of O^T.
+a warp has, with c = l % 4, columns 16 c ... 16 c + 15 of each slab (64 columns) of two keys, and a product of 16
+columns takes four of them: 16 c + 4 k ... 16 c + 4 k + 3 is what it has of product k. So columns of a slab are in the
+order of products: of its 32 words (pairs of columns) number 8 c + i is word c of 16-byte chunk i, in Q, in V, and in
+the rows of O^T.
 """
 
 from __future__ import annotations
