@@ -64,10 +64,6 @@ DUAL_ROWS = range(33, MOST_OWN_ROWS + 1)
 """Of so many rows both products of the hidden states are one launch. On two streams a layer takes longer: behind an
 event a kernel starts when that has come, and not while the kernel before ends (perf/log/layer.md)."""
 
-ONE_STREAM_HEADS = 16
-"""With so few heads, a rank's share, a layer stays on one stream: what another one hides is less than what it costs to
-begin and to wait for it (perf/log/layer.md)."""
-
 ONE_LAUNCH_MAX_TOKENS = 512
 """Up to this many rows the kernels between the GEMMs and the scores, or attention, of a layer with a compressor are one
 launch."""
@@ -95,8 +91,8 @@ class AttentionOptions:
                          from the first time on, those with prefill rows from the second, except a context group's
                          (layers.bound). Same bits
     aux_streams          CUDA streams for the independent GEMMs and the indexer; empty: one stream. None: steps of few
-                         rows that are captured in a graph take one that all layers of a thread share, if they have more
-                         than 16 heads, others none. Same bits
+                         rows that are captured in a graph take one that all layers of a thread share, others none. Same
+                         bits
     cp                   the ranks that share the context of requests, whose steps are ContextSteps; None: steps are
                          DeepseekV4Metadata
     """
@@ -296,8 +292,7 @@ class DeepseekV4MultiHeadLatentAttentionWrapper(nn.Module):
             return ()
         streams = self.options.aux_streams
         if streams is None:
-            is_alone = rows > ONE_LAUNCH_MAX_TOKENS or self.num_heads <= ONE_STREAM_HEADS
-            return () if is_alone else graph_streams(device)
+            return graph_streams(device) if rows <= ONE_LAUNCH_MAX_TOKENS else ()
         return streams
 
     def _joins_late(self, rows: int) -> bool:
