@@ -42,9 +42,10 @@ work tile each, and send their totals to each other. Each adds up a share of the
                           the first half (r < 2) or the other one
     received              [split, 16 bytes of the share, thread] 16 bytes, for each consumer warpgroup
 
-Rows that are not there a copy fills with zeros, one at a time, which takes longer than to bring others. So the last
-work tile ends with the last row (rounded up to a multiple of 4) where there are as many: rows that it shares with the
-one before have the same results twice. Of fewer the last box of 64 lies across the one before.
+Rows beyond the last one are filled with zeros by the copy, one at a time, which takes longer than to bring rows that
+are there. So where there are as many rows as a work tile has, the last one is moved back until it ends with the last
+row (rounded up to a multiple of 4), and rows that it shares with the one before have the same results twice. Where
+there are fewer, boxes of 64 rows (what a copy of `a` brings) that reach further are moved back across the one before.
 
 Every key without splits adds the chunks of a row in the same order, so a row's bits do not depend on what else is in
 the batch. With splits they depend on how K is cut. A cluster meets once, before sums are sent.
