@@ -77,8 +77,18 @@ def make_compressor(g: torch.Generator, layer: int, ratio: int, of_indexer: bool
     )  # fmt: skip
 
 
+def in_engine() -> torch.device:
+    """Around the engine's code, which knows of no default device and pins memory."""
+    return torch.device("cpu")
+
+
 def make_backend(kind: Any, world: World) -> Any:
     """By the engine's constructors, with pools of its own."""
+    with in_engine():
+        return _make_backend(kind, world)
+
+
+def _make_backend(kind: Any, world: World) -> Any:
     pools = importlib.import_module("sglang.srt.mem_cache.deepseek_v4_memory_pool")
     tokens = world.pages * PAGE
     pool = pools.DeepSeekV4TokenToKVPool(
@@ -157,8 +167,18 @@ class Inputs:
         return [*self.q, *self.keys, *self.projected.values(), self.index_q, self.index_weights]
 
 
+def init_metadata(backend: Any, step: Any) -> None:
+    with in_engine():
+        backend.init_forward_metadata(step)
+
+
 def run_layers(backend: Any, world: World, step: Any, inputs: Inputs) -> list[torch.Tensor]:
     """The backend's part of each layer; attention's results."""
+    with in_engine():
+        return _run_layers(backend, world, step, inputs)
+
+
+def _run_layers(backend: Any, world: World, step: Any, inputs: Inputs) -> list[torch.Tensor]:
     pool, results = backend.token_to_kv_pool, []
     slots = backend.get_swa_out_cache_loc(step).long()
     indexer = SimpleNamespace(layer_id=1, index_topk=TOP_K, use_fp4_indexer=False)
@@ -247,7 +267,7 @@ def check_steps(kinds: Sequence[Any], device: str, heads: int, drafts: bool) -> 
         step, inputs = make_step(world, spans, what), Inputs(world, sum(counts))
         results = []
         for side in sides:
-            side.init_forward_metadata(step)
+            init_metadata(side, step)
             results.append(run_layers(side, world, step, inputs))
         assert all(result.isfinite().all() and result.any() for found in results for result in found)
         if len(sides) > 1:
@@ -262,7 +282,7 @@ def check_steps(kinds: Sequence[Any], device: str, heads: int, drafts: bool) -> 
 def check_against_prefill(side: Any, world: World, spans: Any, inputs: Inputs, decoded: Any) -> None:
     """The same rows once more, as chunks of one token: what they read of states is still there."""
     step = make_step(world, spans, "EXTEND")
-    side.init_forward_metadata(step)
+    init_metadata(side, step)
     before = [cache.clone() for cache in caches(side.token_to_kv_pool)]
     for one, other in zip(run_layers(side, world, step, inputs), decoded, strict=True):
         torch.testing.assert_close(one, other, atol=0.01, rtol=0.02)
@@ -280,11 +300,13 @@ def check_graph(sides: Sequence[Any], world: World, done: list[int]) -> None:
     for tensor in (static.req_pool_indices, static.out_cache_loc, static.positions):
         tensor.zero_()
     saved = [cache.clone() for cache in caches(ours.token_to_kv_pool)]
-    ours.init_cuda_graph_state(REQUESTS, REQUESTS)
-    ours.init_forward_metadata_out_graph(static, in_capture=True)
+    with in_engine():
+        ours.init_cuda_graph_state(REQUESTS, REQUESTS)
+        ours.init_forward_metadata_out_graph(static, in_capture=True)
 
     def run() -> list[torch.Tensor]:
-        ours.init_forward_metadata_in_graph(static)
+        with in_engine():
+            ours.init_forward_metadata_in_graph(static)
         return run_layers(ours, world, static, inputs)
 
     for _ in range(2):
@@ -307,7 +329,8 @@ def check_graph(sides: Sequence[Any], world: World, done: list[int]) -> None:
         static.seq_lens[:live] = step.seq_lens
         static.seq_lens_sum = int(static.seq_lens.sum())
         static.seq_lens_cpu = static.seq_lens.cpu()
-        ours.init_forward_metadata_out_graph(static)
+        with in_engine():
+            ours.init_forward_metadata_out_graph(static)
         for result in captured:
             result.fill_(torch.nan)
         graph.replay()
@@ -315,7 +338,7 @@ def check_graph(sides: Sequence[Any], world: World, done: list[int]) -> None:
             tensor_list[:] = [tensor[:live] for tensor in tensor_list]
         fresh.projected = {key: tensor[:live] for key, tensor in fresh.projected.items()}
         fresh.index_q, fresh.index_weights = fresh.index_q[:live], fresh.index_weights[:live]
-        theirs.init_forward_metadata(step)
+        init_metadata(theirs, step)
         expected = run_layers(theirs, world, step, fresh)
         for side in sides:  # rows that are nobody's
             clear_dummies(side.token_to_kv_pool)
