@@ -548,15 +548,33 @@ def measure_engines(options: argparse.Namespace) -> int:
         found = _ceilings(options.ceilings, partial(ceilings.measure, options.replays))
         known = ceilings.yardsticks(machine["gpu"], found)
         engines.compile_ahead(wanted)
+        facts = {"cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
+        path = None if options.json is None else _record_path(options.json, engines.OP)
+        so_far = None if path is None else path.with_suffix(".partial.json")  # what an interrupted run leaves
+        kept: list[dict[str, Any]] = []
+
+        def note(cell: dict[str, Any] | str) -> None:
+            show(cell)
+            if so_far is not None and not isinstance(cell, str):
+                kept.append(cell)
+                ceilings.add_percentages([cell], known)
+                so_far.parent.mkdir(parents=True, exist_ok=True)
+                so_far.write_text(
+                    to_text({"schema": SCHEMA, "op": engines.OP, **machine, "partial": True, **facts, "records": kept})
+                )
+
         with watch() as conditions:
-            cells, is_cut = engines.sweep(model, wanted, options.replays, options.budget, show)
+            cells, is_cut = engines.sweep(model, wanted, options.replays, options.budget, note)
     ceilings.add_percentages(cells, known)
     machine |= {"conditions": conditions}
-    is_partial = bool(options.only) or is_cut
-    facts = {"partial": is_partial, "cold_bytes": cold_bytes(), "ceilings": found, "yardsticks": known}
-    record = {"schema": SCHEMA, "op": engines.OP, **machine, **facts, "records": cells}
-    if options.json is not None and cells:
-        _write_record(record, _record_path(options.json, engines.OP))
+    record = {
+        "schema": SCHEMA, "op": engines.OP, **machine, "partial": bool(options.only) or is_cut, **facts,
+        "records": cells,
+    }  # fmt: skip
+    if path is not None and cells:
+        _write_record(record, path)
+    if so_far is not None:
+        so_far.unlink(missing_ok=True)
     return 0 if cells else 1
 
 
