@@ -32,7 +32,7 @@ TOP_K = 512
 DRAFTS = 3
 """Tokens of a request that are verified at a time; some of them are drafted again."""
 
-ATTENTION, INDEX_KEYS, BYTES = 0.01, 0.05, 0.1
+ATTENTION, INDEX_KEYS, BYTES = 0.01, 0.05, 0.01
 """What may differ: of attention's result and of index keys, which have other scales, the relative distance, of
 compressed entries the share of bytes."""
 
