@@ -561,7 +561,11 @@ def _layers(records: Sequence[Record]) -> list[str]:
         step: {kind: cells[f"{kind} {end}"] for kind in kinds if f"{kind} {end}" in cells}
         for step, end in LAYER_STEPS.items()
     }
-    rows = [[kind, *(_beside(of[kind]) if kind in of else "" for of in shown.values())] for kind in kinds]
+    rows = [
+        [kind, *(_beside(of[kind]) if kind in of else "" for of in shown.values())]
+        for kind in kinds
+        if any(kind in of for of in shown.values())
+    ]
     text = "Whole attention layers in a CUDA graph, µs per layer; contexts of 8192 tokens in decode, 65536 in prefill"
     gains = [gain for cell in cells.values() if (gain := cell.gain) is not None]
     if gains:

@@ -139,8 +139,11 @@ def test_the_architecture_page_names_what_is_there() -> None:
 def test_the_map_of_a_folder_names_its_modules(package: str) -> None:
     folder = ROOT / "cute_kernels" / package
     shown = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
-    modules = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
-    assert modules <= set(re.findall(r"\w+\.py", shown))
+    inside = ("*.py", "hopper/*.py", "blackwell/*.py", "mma_sync/*.py")
+    modules = {path.name for pattern in inside for path in folder.glob(pattern)} - {"__init__.py"}
+    named = set(re.findall(r"\w+\.py", shown))
+    assert modules <= named
+    assert named <= {path.name for path in (ROOT / "cute_kernels").rglob("*.py")}
 
 
 def _has_dsl() -> bool:

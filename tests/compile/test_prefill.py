@@ -10,8 +10,8 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.formats import ROPE_DIM
 from cute_kernels.models import MODELS
-from cute_kernels.sparse_mla.hopper import index_loader
 from cute_kernels.sparse_mla.hopper import prefill as kernel
+from cute_kernels.sparse_mla.hopper import prefill_index_loader as index_loader
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed_swap_ab import SwapAbMixedFp8Key

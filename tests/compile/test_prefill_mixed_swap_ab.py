@@ -10,7 +10,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.sparse_mla.hopper import prefill_mixed_swap_ab as kernel
-from cute_kernels.sparse_mla.hopper.index_loader import AHEAD
+from cute_kernels.sparse_mla.hopper.prefill_index_loader import AHEAD
 from cute_kernels.sparse_mla.hopper.prefill_mixed_swap_ab import ROLES, SwapAbMixedFp8Key
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SWIZZLED
 from tests.compile.questions import parts

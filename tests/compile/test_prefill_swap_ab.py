@@ -10,7 +10,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.runtime.arch import SMEM_BYTES
 from cute_kernels.sparse_mla.hopper import prefill_swap_ab
-from cute_kernels.sparse_mla.hopper.index_loader import AHEAD
+from cute_kernels.sparse_mla.hopper.prefill_index_loader import AHEAD
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import (
     HEADERS,
     HEADS,

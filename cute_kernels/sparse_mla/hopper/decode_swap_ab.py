@@ -54,7 +54,7 @@ from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair_back
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, MXFP8_V41, NVFP4_V41
 from cute_kernels.numerics import E4M3_MAX, OUTPUT_FLOOR
-from cute_kernels.sparse_mla.hopper import index_loader
+from cute_kernels.sparse_mla.hopper import prefill_index_loader as index_loader
 from cute_kernels.sparse_mla.hopper import prefill_swap_ab as swap_ab
 from cute_kernels.sparse_mla.hopper.decode import Producer
 from cute_kernels.sparse_mla.hopper.decode_dequantize import E2M1_SHIFT, LEAST_POWER, NAN, ONES, e2m1_factors

@@ -6,7 +6,7 @@ kv, which are both K and V. Warpgroups of a CTA:
 
     0      QK and softmax     Q in registers (a quarter of it in shared memory), S = Q K^T, softmax       QkSoftmax
     1, 2   PV and epilogue    O += P V of 256 columns each, out                                           PvEpilogue
-    3      producer           indices -> rows (index_loader), their copies, copies of queries             Producer
+    3      producer           indices -> rows (prefill_index_loader), their copies, copies of queries     Producer
 
     indices  gmem --cp.async--> lists, AHEAD tiles ahead --> producer
     KV       gmem --cp.async--> KV ring [3 tiles, swizzled] ------------+-------------------------+
@@ -50,7 +50,7 @@ from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair
 from cute_kernels.formats import HEAD_DIM, ROPE_DIM
 from cute_kernels.kv_cache.query_norm import inverse_rms
 from cute_kernels.runtime.compile import KernelKey
-from cute_kernels.sparse_mla.hopper.index_loader import (
+from cute_kernels.sparse_mla.hopper.prefill_index_loader import (
     AHEAD,
     COPIED_ROWS,
     CURSOR,

@@ -22,7 +22,6 @@ from cutlass import BFloat16, Constexpr, Float8E4M3FN, Float16, Int32, Int64, co
 
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.entry import entry_point
-from cute_kernels.sparse_mla.hopper.index_loader import COPIED_ROWS, END, KEPT_AT, LAST, IndexLoader, own_lane
 from cute_kernels.sparse_mla.hopper.prefill import (
     HEADER,
     HELD,
@@ -38,6 +37,7 @@ from cute_kernels.sparse_mla.hopper.prefill import (
     Smem,
     store_header,
 )
+from cute_kernels.sparse_mla.hopper.prefill_index_loader import COPIED_ROWS, END, KEPT_AT, LAST, IndexLoader, own_lane
 from cute_kernels.sparse_mla.hopper.prefill_softmax import SLAB_BYTES, SLAB_ROW_BYTES
 from cute_kernels.sparse_mla.kernel_args import fake_mixed
 from cute_kernels.sparse_mla.params import PrefillQuery

@@ -10,7 +10,7 @@ Warpgroups, of up to 16 heads and of 32:
     1      1, 2   PV and epilogue    O^T += V^T P, out                                       PvEpilogue
     2, 3   3      producer           indices -> rows (IndexLoader), copies of codes          Producer
 
-    indices  gmem --cp.async--> lists [4 tiles] (index_loader.py)
+    indices  gmem --cp.async--> lists [4 tiles] (prefill_index_loader.py)
     KV       gmem --cp.async--> KV ring [5 or 6 tiles of codes]
                                      |                                    |
                                 ldmatrix, cvt                  ldmatrix.trans, prmt, cvt
@@ -51,7 +51,15 @@ from cute_kernels.dsl.reduce import pairwise
 from cute_kernels.dsl.tensor import length
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.runtime.compile import KernelKey
-from cute_kernels.sparse_mla.hopper.index_loader import AHEAD, COPIED_ROWS, END, KEYS, LAST, IndexLoader, own_lane
+from cute_kernels.sparse_mla.hopper.prefill_index_loader import (
+    AHEAD,
+    COPIED_ROWS,
+    END,
+    KEYS,
+    LAST,
+    IndexLoader,
+    own_lane,
+)
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import (
     ALL_KEYS,
     FLAGS_AT,

@@ -49,7 +49,7 @@ from cute_kernels.dsl.reduce import over_quad
 from cute_kernels.dsl.tensor import length
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.runtime.compile import KernelKey
-from cute_kernels.sparse_mla.hopper.index_loader import END, LAST
+from cute_kernels.sparse_mla.hopper.prefill_index_loader import END, LAST
 from cute_kernels.sparse_mla.hopper.prefill_softmax import (
     FACTOR,
     KEYS,

@@ -19,7 +19,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_kernels.dsl import ptx, wgmma
 from cute_kernels.dsl.reduce import over_quad, pairwise
 from cute_kernels.formats import HEAD_DIM
-from cute_kernels.sparse_mla.hopper.index_loader import LAST
+from cute_kernels.sparse_mla.hopper.prefill_index_loader import LAST
 from cute_kernels.sparse_mla.params import (
     HEAD_GROUP,
     NEG_MAX,

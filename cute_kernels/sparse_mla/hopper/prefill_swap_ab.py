@@ -9,7 +9,7 @@ kv, which are both K and V. Warpgroups:
     1      PV and epilogue    O^T += V^T P, out                                                    PvEpilogue
     2, 3   producer           indices -> rows (IndexLoader), copies of rows                        Producer
 
-    indices  gmem --cp.async--> lists [4 tiles] (index_loader.py)
+    indices  gmem --cp.async--> lists [4 tiles] (prefill_index_loader.py)
     KV       gmem --cp.async--> KV ring [12 stages, a quarter of a tile's columns each]
                                      |                  |
     Q        gmem --cp.async--> q --wgmma--> S^T        |
@@ -52,7 +52,7 @@ from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair_back
 from cute_kernels.formats import HEAD_DIM
 from cute_kernels.numerics import E4M3_MAX, OUTPUT_FLOOR
 from cute_kernels.runtime.compile import KernelKey
-from cute_kernels.sparse_mla.hopper.index_loader import (
+from cute_kernels.sparse_mla.hopper.prefill_index_loader import (
     AHEAD,
     COPIED_ROWS,
     CURSOR,
