@@ -74,8 +74,8 @@ class V41Indexer(torch.nn.Module):
         self.makes_candidates = layer_index == config.candidate_source_layer_id
         self.takes_candidates = config.takes_candidates(layer_index)
         heads, dim = config.index_n_heads, config.index_head_dim
-        gemm: dict[str, Any] = {"batch_invariant": batch_invariant, "use_pdl": use_pdl, "device": device}
-        gemm["quantized"] = False
+        how: dict[str, Any] = {"batch_invariant": batch_invariant, "use_pdl": use_pdl}
+        gemm = {"quantized": False, "device": device, **how}
         self.wq_b = Linear(config.q_lora_rank, heads * dim, label="indexer.wq_b", **gemm)
         self.weights_proj = Linear(config.hidden_size, heads, label="indexer.weights_proj", **gemm)
 

@@ -85,8 +85,8 @@ class V41Compressor(nn.Module):
     ) -> None:
         super().__init__()
         self.ratio, self.eps, self.use_pdl = ratio, config.rms_norm_eps, use_pdl
-        gemm: dict[str, Any] = {"batch_invariant": batch_invariant, "use_pdl": use_pdl, "device": device}
-        gemm["quantized"] = False
+        how: dict[str, Any] = {"batch_invariant": batch_invariant, "use_pdl": use_pdl}
+        gemm = {"quantized": False, "device": device, **how}
         self.wkv_wgate = Linear(
             config.hidden_size,
             ratio * config.head_dim,

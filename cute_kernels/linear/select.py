@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cute_kernels.formats import HEAD_DIM, INDEX_DIM
-from cute_kernels.linear.hopper.gemm import SCALE_BLOCK, GemmKey
+from cute_kernels.linear.hopper.gemm import BOX_ROWS, SCALE_BLOCK, GemmKey
 from cute_kernels.linear.hopper.gemm_swap_ab import SwapAbKey
 from cute_kernels.models import ModelConfig
 
@@ -153,8 +153,8 @@ SPLIT_TILES: tuple[Tile, ...] = (
 """The same of kernels that cut K, for weights with fewer work tiles than there are multiprocessors."""
 
 ZERO_ROW_US = 0.0025
-"""Of a chunk, for every row that a work tile has more than the call: bulk tensor copies fill them with zeros one at a
-time (perf/log/gemm.md)."""
+"""Of a chunk, for every row that a work tile has more than a call of up to BOX_ROWS: bulk tensor copies fill them with
+zeros one at a time (perf/log/gemm.md). Where a call has more, boxes are moved back, and next to none is filled."""
 
 LEAST_SPLIT_CHUNKS = 8
 """Of 128 columns. With fewer in a split its sums cost more than they save. It keeps queries' products whole, whose bits
@@ -224,7 +224,8 @@ def _soonest(
         ):
             return math.inf
         rounds = -(-work_tiles * splits // multiprocessors)
-        chunk_us = tile.chunk_us + ZERO_ROW_US * max(tile.key.rows - rows, 0)
+        zero_rows = tile.key.rows - rows if rows <= BOX_ROWS else 0
+        chunk_us = tile.chunk_us + ZERO_ROW_US * zero_rows
         return rounds * (-(-chunks // splits) * chunk_us + tile.tile_us) + tile.call_us
 
     key = min(tiles, key=microseconds).key

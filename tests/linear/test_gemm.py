@@ -175,6 +175,26 @@ def test_k_is_cut_for_many_rows_where_work_tiles_are_few() -> None:
     assert used == {(tile.key.rows, tile.key.columns, tile.key.splits) for tile in select.SPLIT_TILES}
 
 
+def test_rows_that_end_within_a_box_take_the_kernel_of_whole_boxes() -> None:
+    """Its work tiles are as many, and are moved back rather than filled with zeros: so no number of rows takes longer
+    than the next one that kernels are tuned for."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from cute_kernels.linear import select
+    from cute_kernels.models import MODELS
+
+    for model in MODELS.values():
+        for operands, output, groups, outputs, k in select.layer_gemms(model, 1):
+            for rows in range(65, 520, 13):
+                whole = -(-rows // 64) * 64
+                if operands == "bf16":
+                    one, other = (select.many_bf16_rows(output, n, outputs, k // 64) for n in (rows, whole))
+                else:
+                    one, other = (
+                        select.many_rows(output, n, groups, outputs, k // 128, may_split=True) for n in (rows, whole)
+                    )
+                assert one == other
+
+
 def test_codes_of_few_columns_are_cut_into_more() -> None:
     """Into as many as let all work tiles run at once; of more rows or work tiles the kernel for many rows is faster."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
