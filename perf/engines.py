@@ -369,6 +369,11 @@ class Case:
         return self.kind, self.tp, 131072 if self.new else 65536
 
 
+INSIDE = "inside"
+PARTS = INSIDE, "whole"
+"""Of a step: all but the engine's own linears, and all of it."""
+
+
 def cases() -> list[Case]:
     decode = [Case(kind, b, tp) for tp in (1, 8, 4) for kind in KINDS for b in (1, 8, 64, 256)]
     steps = (2048, 8192), (8192, 8192), (8192, 65536)
@@ -418,7 +423,7 @@ def sweep(
             engine.bind_caches([other.step for other in same])
             check_dummy(engine)
             kept = case.layers, engine
-        for part in ("between", "whole"):
+        for part in PARTS:
             try:
                 cells.append(measure_cell(kept[1], case, part, replays))
                 report(cells[-1])
@@ -448,7 +453,7 @@ def measure_cell(engine: Engine, case: Case, part: str, replays: int) -> dict[st
         apart = distance(*results)
         if not apart <= ATTENTION + (2 * picks) ** 0.5 or picks > PICKS:
             raise RuntimeError(f"attention is {apart:.2g} apart, {picks:.2g} of the picks; nothing was timed")
-    with engine.without_linears(batch.rows) if part == "between" else nullcontext():
+    with engine.without_linears(batch.rows) if part == INSIDE else nullcontext():
         for call in (*named[PEER], *named[measure.OURS]):  # compiles what is not there, and lets FlashMLA plan
             call()
         measure.require_kernel(named[measure.OURS][0])
@@ -465,7 +470,8 @@ def measure_cell(engine: Engine, case: Case, part: str, replays: int) -> dict[st
                 line["host"] = measure.host_cost(named[line["name"]])
         ours, theirs = (measure.peak(named[name][0]) for name in (measure.OURS, PEER))
     shape = {
-        "case": case.name(part), "T": batch.rows, "kind": case.kind, "tp": case.tp, "group": part,
+        "case": case.name(part), "T": batch.rows, "kind": case.kind, "tp": case.tp,
+        "group": f"prefill {part}" if case.new else part,
         "peak_bytes": ours, "peer_peak_bytes": theirs,
     }  # fmt: skip
     return {
@@ -486,7 +492,7 @@ def work_of(engine: Engine, batch: Batch, part: str) -> Cost:
     )
     counts, lengths = [rows for rows, _ in batch.requests], [rows + before for rows, before in batch.requests]
     work = least_work(shown, counts, lengths)  # type: ignore[arg-type]
-    if part == "between":
+    if part == INSIDE:
         return work
     linears = [m.weight for m in layer.modules() if hasattr(m, "quant_method") and m is not layer.wo_a]
     return Cost(

@@ -89,7 +89,7 @@ def test_picks_of_an_earlier_step_take_the_place_of_the_indexers() -> None:
 
 
 def test_names_tell_cells_and_units_apart() -> None:
-    names = [case.name(part) for case in engines.cases() for part in ("between", "whole")]
+    names = [case.name(part) for case in engines.cases() for part in engines.PARTS]
     assert len(set(names)) == len(names) == 108
     for case in engines.cases():
         assert (case.step.rows, len(case.step.requests)) == ((case.new, 1) if case.new else (case.batch, case.batch))
