@@ -26,7 +26,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.tensor import address, length, stride_bytes
 from cute_kernels.indexer import block_picks, topk_select
-from cute_kernels.indexer.block_picks import as_compared, largest
+from cute_kernels.indexer.block_picks import as_compared, largest, with_cut_vector
 from cute_kernels.indexer.call import SelectBlocksCall
 from cute_kernels.indexer.chunks import CANDIDATE_BLOCK, LENGTH_COLUMNS, row_bytes
 from cute_kernels.models import ModelConfig, latent_ratios
@@ -138,14 +138,7 @@ class BlockMaximaKernel:
         ]
         found = [largest(four) for four in words]
         if first + PIECE > length:
-            # the vector that the row's end cuts: what is missing counts as NaN
-            for i in range_constexpr(VECTORS):
-                cut = []
-                for j in range_constexpr(4):
-                    at = column + (128 * i + j)
-                    is_cut = (column + (128 * i + 4) > length) & (at < length)
-                    cut.append(ptx.load_global_s32_where(is_cut, source + (512 * i + 4 * j)))
-                found[i] = ptx.max_f32(found[i], largest(cut))
+            found = with_cut_vector(found, source, column, length)
         is_odd = lane & 1 == 1
         for i in range_constexpr(0, VECTORS, 2):
             own = found[i + 1] if is_odd else found[i]

@@ -15,7 +15,7 @@ picks are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -102,6 +102,20 @@ def largest(words: Any) -> Any:
     """Of four scores."""
     one, two, three, four = (word.bitcast(Float32) for word in words)
     return ptx.max_f32(ptx.max_f32(one, two), ptx.max_f32(three, four))
+
+
+def with_cut_vector(found: Sequence[Any], source: Any, column: Any, size: Any) -> list[Any]:
+    """The largest of vectors of four scores, from a column on and 128 columns apart, which are there but for the one
+    that the row's end cuts: with what that one has. What it lacks counts as NaN."""
+    whole = []
+    for i, best in enumerate(found):
+        cut = []
+        for j in range(4):
+            at = column + (128 * i + j)
+            is_cut = (column + (128 * i + 4) > size) & (at < size)
+            cut.append(ptx.load_global_s32_where(is_cut, source + (512 * i + 4 * j)))
+        whole.append(ptx.max_f32(best, largest(cut)))
+    return whole
 
 
 @cute.jit
@@ -255,14 +269,7 @@ class MarkRole:
         cute.arch.griddepcontrol_launch_dependents()
         if is_wanted:
             if first + MARKED > size:
-                # the vector that the row's end cuts: what is missing counts as NaN
-                for i in range_constexpr(VECTORS):
-                    cut = []
-                    for j in range_constexpr(4):
-                        at = column + (128 * i + j)
-                        is_cut = (column + (128 * i + 4) > size) & (at < size)
-                        cut.append(ptx.load_global_s32_where(is_cut, source + (512 * i + 4 * j)))
-                    found[i] = ptx.max_f32(found[i], largest(cut))
+                found = with_cut_vector(found, source, column, size)
             self.mark(rows, row, first, count, found)
 
     @cute.jit
