@@ -394,7 +394,6 @@ class GemmKernel:
             length(out, 2),
             TileGrid.of(out, self.rows, self.columns),
             cute.ceil_div(length(a, 2), self.chunk),
-            Int32(use_pdl),
             squares,
         )
         kernel.launch(
@@ -447,51 +446,43 @@ class GemmKernel:
         return copy, source, a, cutlass.max(cutlass.min(whole, self.rows) - BOX_ROWS, 0)
 
     @cute.jit
-    def load_a(self, a: Any, tile: Any, chunk: Any, stage: Any, full: Any) -> None:
-        copy, rows, memory, last_box = a
-        group, first_row, _ = tile
-        for number in range_constexpr(self.rows // BOX_ROWS):
-            row = cutlass.min(Int32(number * BOX_ROWS), last_box)
-            place = cute.assume((stage * self.rows + row) * self.chunk, SWIZZLED_ROWS * self.chunk)
-            box = cute.make_tensor(memory.iterator + place, wgmma.swizzled_tiles(self.operand, BOX_ROWS, 1).outer)
-            source = cute.domain_offset((first_row + row, 0, 0), rows)
-            target, source = self.partition(copy, source, box, BOX_ROWS)
-            cute.copy(copy, source[None, 0, chunk, group], target[None, 0], tma_bar_ptr=full)
-
-    @cute.jit
-    def load_b(self, b: Any, tile: Any, chunk: Any, stage: Any, full: Any) -> None:
-        copy, target, source = b
-        group, _, column_tile = tile
-        # the bytes of `a` are announced as well
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, self.key.stage_bytes)
-        cute.copy(copy, source[None, column_tile, chunk, group], target[None, stage], tma_bar_ptr=full)
-
-    @cute.jit
-    def produce(self, work: Any, ring: Any, a: Any, b: Any, is_dependent: Any) -> None:
-        """Fill the ring with the chunks of all work tiles. By one warp."""
-        tile = work.tiles.coords(work.first, self.rows)
-        # b is a constant operand: a dependent's is on its way before the kernel ahead has ended. Where there is none to
-        # wait for, chunks come one after the other: the first one's rows would queue behind all of b
-        ahead = cutlass.min(work.chunks, Int32(self.stages) if is_dependent != 0 else Int32(1))
-        if work.first < work.tiles.count:
-            for chunk in cutlass.range(ahead, unroll=1):
-                self.load_b(b, tile, work.first_chunk + chunk, chunk, ring.full(chunk))
+    def load_rows(self, work: Any, ring: Any, a: Any) -> None:
+        """Fill the ring with `a` of the chunks of all work tiles. By one warp, once the kernel ahead has ended."""
+        copy, source, memory, last_box = a
         cute.arch.griddepcontrol_wait()
-        if work.first < work.tiles.count:
-            for chunk in cutlass.range(ahead, unroll=1):
-                self.load_a(a, tile, work.first_chunk + chunk, chunk, ring.full(chunk))
-        stage, phase = ahead % self.stages, ahead // self.stages
-        first_chunk = ahead
+        stage, phase = barriers.start()
         for number in cutlass.range(work.first, work.tiles.count, work.step, unroll=1):
-            tile = work.tiles.coords(number, self.rows)
-            for chunk in cutlass.range(first_chunk, work.chunks, 1, unroll=1):
+            group, first_row, _ = work.tiles.coords(number, self.rows)
+            for chunk in cutlass.range(work.chunks, unroll=1):
                 ring.wait_empty(stage, phase)
                 full = ring.full(stage)
-                self.load_b(b, tile, work.first_chunk + chunk, stage, full)
-                self.load_a(a, tile, work.first_chunk + chunk, stage, full)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.rows * CHUNK_BYTES)
+                for box_number in range_constexpr(self.rows // BOX_ROWS):
+                    row = cutlass.min(Int32(box_number * BOX_ROWS), last_box)
+                    place = cute.assume((stage * self.rows + row) * self.chunk, SWIZZLED_ROWS * self.chunk)
+                    box = cute.make_tensor(memory.iterator + place, wgmma.swizzled_tiles(self.operand, BOX_ROWS, 1).outer)
+                    rows = cute.domain_offset((first_row + row, 0, 0), source)
+                    target, found = self.partition(copy, rows, box, BOX_ROWS)
+                    cute.copy(copy, found[None, 0, work.first_chunk + chunk, group], target[None, 0], tma_bar_ptr=full)
                 stage, phase = barriers.advance(stage, phase, self.stages)
-            first_chunk = Int32(0)
+
+    @cute.jit
+    def load_weight(self, work: Any, ring: Any, b: Any) -> None:
+        """The same of `b`, a constant operand: by another warp, which does not wait for the kernel ahead."""
+        copy, target, source = b
+        stage, phase = barriers.start()
+        for number in cutlass.range(work.first, work.tiles.count, work.step, unroll=1):
+            group, _, column_tile = work.tiles.coords(number, self.rows)
+            for chunk in cutlass.range(work.chunks, unroll=1):
+                ring.wait_empty(stage, phase)
+                full = ring.full(stage)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.columns * CHUNK_BYTES)
+                cute.copy(
+                    copy, source[None, column_tile, work.first_chunk + chunk, group], target[None, stage], tma_bar_ptr=full
+                )
+                stage, phase = barriers.advance(stage, phase, self.stages)
 
     # ---- mainloop
 
@@ -814,7 +805,6 @@ class GemmKernel:
         columns: Int32,
         tiles: TileGrid,
         chunks: Int32,
-        is_dependent: Int32,
         squares: Any,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
@@ -845,8 +835,8 @@ class GemmKernel:
             for copy in (a_copy, b_copy):
                 cpasync.prefetch_descriptor(copy)
         if thread == 0:
-            # one arrival announces the bytes; every warp that uses a stage releases it
-            ring.initialize(1, self.warpgroups * 4)
+            # one arrival announces the bytes of either operand; every warp that uses a stage releases it
+            ring.initialize(2, self.warpgroups * 4)
             if const_expr(self.splits > 1):
                 for group in range_constexpr(self.warpgroups):
                     cute.arch.mbarrier_init(bars + group, 1)
@@ -865,9 +855,9 @@ class GemmKernel:
             if const_expr(self.warpgroups > 1):
                 cute.arch.setmaxregister_decrease(REGISTERS[self.warpgroups][0])
             if warp == self.warpgroups * 4:
-                a_memory = self.row_copies(a_copy, a_source, a, rows)
-                b_memory = (b_copy, *self.partition(b_copy, b_source, b, self.columns))
-                self.produce(work, ring, a_memory, b_memory, is_dependent)
+                self.load_weight(work, ring, (b_copy, *self.partition(b_copy, b_source, b, self.columns)))
+            elif warp == self.warpgroups * 4 + 1:
+                self.load_rows(work, ring, self.row_copies(a_copy, a_source, a, rows))
             if const_expr(self.splits > 1):
                 cute.arch.cluster_wait()
         else:

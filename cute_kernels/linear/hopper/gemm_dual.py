@@ -120,7 +120,6 @@ class DualGemmKernel:
             x_tiles,
             cute.ceil_div(length(a, 2), self.fp8.chunk),
             cute.ceil_div(length(x, 2), self.bf16.chunk),
-            Int32(use_pdl),
         )
         kernel.launch(
             grid=[(tiles.count + x_tiles.count) * self.splits, 1, 1],
@@ -163,7 +162,6 @@ class DualGemmKernel:
         x_tiles: TileGrid,
         chunks: Int32,
         x_chunks: Int32,
-        is_dependent: Int32,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -191,8 +189,8 @@ class DualGemmKernel:
             for copy in (a_copy, b_copy, x_copy, w_copy):
                 cpasync.prefetch_descriptor(copy)
         if thread == 0:
-            # one arrival announces the bytes; every warp that uses a stage releases it
-            ring.initialize(1, 4)
+            # one arrival announces the bytes of either operand; every warp that uses a stage releases it
+            ring.initialize(2, 4)
             cute.arch.mbarrier_init(bars, 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -204,17 +202,18 @@ class DualGemmKernel:
         wgmma.accumulate(mma_more)
         wgmma.accumulate(x_mma_more)
         if warp >= 4:
-            if warp == 4:
-                if is_bf16:
-                    work = self.split_of(x_tiles, number, rank, x_chunks)
-                    memory = self.bf16.row_copies(x_copy, x_source, x, rows)
-                    weights = (w_copy, *self.bf16.partition(w_copy, w_source, w, COLUMNS))
-                    self.bf16.produce(work, ring, memory, weights, is_dependent)
-                else:
-                    work = self.split_of(tiles, number - x_tiles.count, rank, chunks)
-                    memory = self.fp8.row_copies(a_copy, a_source, a, rows)
-                    weights = (b_copy, *self.fp8.partition(b_copy, b_source, b, COLUMNS))
-                    self.fp8.produce(work, ring, memory, weights, is_dependent)
+            if is_bf16:
+                work = self.split_of(x_tiles, number, rank, x_chunks)
+                if warp == 4:
+                    self.bf16.load_weight(work, ring, (w_copy, *self.bf16.partition(w_copy, w_source, w, COLUMNS)))
+                elif warp == 5:
+                    self.bf16.load_rows(work, ring, self.bf16.row_copies(x_copy, x_source, x, rows))
+            else:
+                work = self.split_of(tiles, number - x_tiles.count, rank, chunks)
+                if warp == 4:
+                    self.fp8.load_weight(work, ring, (b_copy, *self.fp8.partition(b_copy, b_source, b, COLUMNS)))
+                elif warp == 5:
+                    self.fp8.load_rows(work, ring, self.fp8.row_copies(a_copy, a_source, a, rows))
             cute.arch.cluster_wait()
         else:
             totals = cute.make_rmem_tensor((COLUMNS // 2,), Float32)

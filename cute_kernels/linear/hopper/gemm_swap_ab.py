@@ -270,88 +270,65 @@ class SwapAbKernel:
     # ---- producer
 
     @cute.jit
-    def produce(self, work: Any, ring: Any, weights: Any, tokens: Any) -> None:
-        """Fill the ring with the chunks of all work tiles. By one warp."""
-        weight_copy, weight_to, weight_from = weights
-        token_copy, token_to, token_from = tokens
-        steps = work.count * work.chunks
-        ahead = cutlass.min(steps, self.stages)
-        # weights are constant operands: as many as the ring holds are on their way before the kernel ahead has ended
-        index, chunk, end = Int32(0), Int32(work.first_chunk), work.first_chunk + work.chunks
-        group, output_tile, token_tile = work.coords(index)
-        for step in cutlass.range(ahead, unroll=1):
-            full = ring.full(step)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, self.outputs * CHUNK_BYTES)
-            cute.copy(
-                weight_copy, weight_from[None, output_tile, chunk, group], weight_to[None, step], tma_bar_ptr=full
-            )
-            chunk += 1
-            if chunk == end:
-                chunk = Int32(work.first_chunk)
-                index += 1
-                group, output_tile, token_tile = work.coords(index)
-        self.wait_for_cluster()
-        cute.arch.griddepcontrol_wait()
-        index, chunk = Int32(0), Int32(work.first_chunk)
-        group, output_tile, token_tile = work.coords(index)
-        for step in cutlass.range(ahead, unroll=1):
-            full = ring.full(step)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, self.tokens * CHUNK_BYTES)
-            cute.copy(token_copy, token_from[None, token_tile, chunk, group], token_to[None, step], tma_bar_ptr=full)
-            chunk += 1
-            if chunk == end:
-                chunk = Int32(work.first_chunk)
-                index += 1
-                group, output_tile, token_tile = work.coords(index)
-        stage, phase = Int32(0), Int32(1)
-        for _ in cutlass.range(ahead, steps, 1, unroll=1):
-            ring.wait_empty(stage, phase)
-            full = ring.full(stage)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, self.outputs * CHUNK_BYTES)
-                cute.arch.mbarrier_arrive_and_expect_tx(full, self.tokens * CHUNK_BYTES)
-            cute.copy(
-                weight_copy, weight_from[None, output_tile, chunk, group], weight_to[None, stage], tma_bar_ptr=full
-            )
-            cute.copy(token_copy, token_from[None, token_tile, chunk, group], token_to[None, stage], tma_bar_ptr=full)
-            stage, phase = barriers.advance(stage, phase, self.stages)
-            chunk += 1
-            if chunk == end:
-                chunk = Int32(work.first_chunk)
-                index += 1
-                group, output_tile, token_tile = work.coords(index)
+    def load_weights(self, work: Any, ring: Any, weights: Any) -> None:
+        """Fill the ring with the weights of all work tiles. By warp 8, which does not wait for the kernel ahead: they
+        are constant operands."""
+        copy, target, source = weights
+        stage, phase = barriers.start()
+        for index in cutlass.range(work.count, unroll=1):
+            group, output_tile, _ = work.coords(index)
+            for chunk in cutlass.range(work.chunks, unroll=1):
+                ring.wait_empty(stage, phase)
+                full = ring.full(stage)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.outputs * CHUNK_BYTES)
+                cute.copy(
+                    copy, source[None, output_tile, work.first_chunk + chunk, group], target[None, stage], tma_bar_ptr=full
+                )
+                stage, phase = barriers.advance(stage, phase, self.stages)
 
     @cute.jit
-    def copy_scales(
-        self, work: Any, ring: Any, scales: Any, a_scale: Any, b_scale: Any, tokens: Any, outputs: Any
+    def load_tokens(
+        self, work: Any, ring: Any, memory: Any, scales: Any, scale_sources: Any, sizes: Any
     ) -> None:
-        """Fill the ring with the scales of the chunks of all work tiles. By warp 9."""
+        """The same of the tokens, and the scales of both. By warp 9, once the kernel ahead has ended."""
+        copy, copied, found = memory
+        a_scale, b_scale = scale_sources
+        tokens, outputs = sizes
         lane = cute.arch.lane_idx()
         per_lane = cutlass.const_expr(-(-self.tokens // WARP))
         cute.arch.griddepcontrol_wait()
         stage, phase = barriers.start()
         for index in cutlass.range(work.count, unroll=1):
             group, output_tile, token_tile = work.coords(index)
-            # tokens beyond the last have no scales of their own; their results are not stored
-            first = token_tile * self.tokens + lane
-            sources = [a_scale.at(cutlass.min(first + i * WARP, tokens - 1), group) for i in range(per_lane)]
-            weight_source = b_scale.at(group, output_tile * self.outputs // BLOCK)
+            sources: list[Any] = []
+            weight_source: Any = None
+            if const_expr(self.is_fp8):
+                # tokens beyond the last have no scales of their own; their results are not stored
+                first = token_tile * self.tokens + lane
+                sources = [a_scale.at(cutlass.min(first + i * WARP, tokens - 1), group) for i in range(per_lane)]
+                weight_source = b_scale.at(group, output_tile * self.outputs // BLOCK)
             for local in cutlass.range(work.chunks, unroll=1):
-                chunk = Int64(work.first_chunk + local)
+                chunk = work.first_chunk + local
                 ring.wait_empty(stage, phase)
-                target = scales + (stage * self.key.scales_per_stage + lane) * 4
-                for i in range_constexpr(per_lane):
-                    is_token = None if const_expr((i + 1) * WARP <= self.tokens) else lane + i * WARP < self.tokens
-                    ptx.copy_async_32(target + i * WARP * 4, sources[i] + chunk * a_scale.strides[2], is_token)
-                if lane == 0:
-                    ptx.copy_async_32(target + self.tokens * 4, weight_source + chunk * b_scale.strides[2])
-                cute.arch.cp_async_mbarrier_arrive_noinc(ring.full(stage))
+                full = ring.full(stage)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.tokens * CHUNK_BYTES)
+                cute.copy(copy, found[None, token_tile, chunk, group], copied[None, stage], tma_bar_ptr=full)
+                if const_expr(self.is_fp8):
+                    target = scales + (stage * self.key.scales_per_stage + lane) * 4
+                    for i in range_constexpr(per_lane):
+                        is_token = None if const_expr((i + 1) * WARP <= self.tokens) else lane + i * WARP < self.tokens
+                        source = sources[i] + Int64(chunk) * a_scale.strides[2]
+                        ptx.copy_async_32(target + i * WARP * 4, source, is_token)
+                    if lane == 0:
+                        ptx.copy_async_32(target + self.tokens * 4, weight_source + Int64(chunk) * b_scale.strides[2])
+                    cute.arch.cp_async_mbarrier_arrive_noinc(full)
                 stage, phase = barriers.advance(stage, phase, self.stages)
-        # no lane ends with copies under way
-        cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
+        if const_expr(self.is_fp8):
+            # no lane ends with copies under way
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
 
     # ---- mainloop
 
@@ -631,16 +608,20 @@ class SwapAbKernel:
         wgmma.accumulate(mma_more)
         if warp >= CONSUMER_WARPGROUPS * 4:
             if warp == CONSUMER_WARPGROUPS * 4:
-                self.produce(
-                    work,
-                    ring,
-                    (weight_copy, *self.partition(weight_copy, weight_source, weights, self.outputs)),
-                    (token_copy, *self.partition(token_copy, token_source, token_rows, self.tokens)),
+                self.load_weights(
+                    work, ring, (weight_copy, *self.partition(weight_copy, weight_source, weights, self.outputs))
                 )
+                self.wait_for_cluster()
             else:
                 self.wait_for_cluster()
-                if const_expr(self.is_fp8):
-                    self.copy_scales(work, ring, scales, a_scale, b_scale, tokens, outputs)
+                self.load_tokens(
+                    work,
+                    ring,
+                    (token_copy, *self.partition(token_copy, token_source, token_rows, self.tokens)),
+                    scales,
+                    (a_scale, b_scale),
+                    (tokens, outputs),
+                )
         else:
             self.wait_for_cluster()
             warpgroup = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
