@@ -124,7 +124,7 @@ class Call:
             per_group, height = row_tiles * column_tiles, BAND_ROWS // key.rows
             values += [self.rows, self.columns, self.groups * per_group, row_tiles, self.first_rows(key)[-1]]
             values += [*divisor(per_group), *divisor(height * column_tiles), *divisor((row_tiles - 1) % height + 1)]
-            values += [self.chunks, self.seed % 2]  # whether it is a dependent of the kernel before
+            values.append(self.chunks)
         else:
             output_tiles, token_tiles = -(-self.columns // key.outputs), -(-self.rows // key.tokens)
             values += [self.rows, self.columns, self.groups * output_tiles * token_tiles]
@@ -206,6 +206,8 @@ CASES: dict[str, tuple[Key, Call, int]] = {
     "four splits": (gemm("e4m3", "fp32", 64, 64, 4), Call(3, 2, 72, 9, seed=2), 4),
     "two warpgroups": (gemm("e4m3", "bf16", 128, 64, 2), Call(130, 1, 64, 4, seed=3), 2),
     "boxes across each other": (gemm("e4m3", "bf16", 192, 64, 1), Call(90, 1, 64, 5, seed=19), 1),
+    "two blocks of columns": (gemm("e4m3", "bf16", 64, 96, 1), Call(70, 1, 400, 5, seed=20), 2),
+    "two blocks of columns, splits": (gemm("e4m3", "fp32", 128, 96, 2), Call(40, 1, 272, 9, seed=21), 3),
     "bf16, four splits": (gemm("bf16", "fp32", 128, 128, 4), Call(100, 1, 144, 13, seed=4), 2),
     "bf16, 96 columns": (gemm("bf16", "fp32", 64, 96, 1), Call(70, 1, 200, 5, seed=17), 1),
     "bf16, 96 columns, two splits": (gemm("bf16", "bf16", 64, 96, 2), Call(40, 1, 200, 7, seed=18), 3),

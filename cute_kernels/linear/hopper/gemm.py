@@ -103,6 +103,9 @@ START = 1
 WITHIN_QUAD = 0x1C1F
 """Lanes that a shuffle reads: those of the own four neighbours."""
 
+QUARTER = 32
+"""Of the outputs that share a scale: work tiles' columns are multiples of it."""
+
 SCALED_CHUNKS = 4
 """Chunks whose scales a quad of lanes loads at a time, each lane those of one."""
 
@@ -123,7 +126,7 @@ class GemmKey(KernelKey):
     operands     "e4m3" (with scales) or "bf16", which has one wave, no lag and no squares
     output       "bf16", "fp32" or "e4m3" (with a scale for each row and 128 columns)
     rows         of a work tile: 64 * warpgroups * waves
-    columns      of a work tile: 32, 64 or 128, so that they share a scale; 96 of bf16 operands; 128 for an e4m3 result
+    columns      of a work tile: 32, 64, 96 or 128; 128 for an e4m3 result
     warpgroups   that multiply: 1 to 3
     stages       of the ring
     depth        chunks whose products a warpgroup has under way together; 1 with several waves
@@ -233,12 +236,14 @@ class Squares(NamedTuple):
 
 class Scales(NamedTuple):
     """What a thread's products are multiplied with: for each of its rows, the row's scale times that of the columns. A
-    quad of lanes has the same rows; of every four chunks, lane i of it has the factors of number i.
+    quad of lanes has the same rows; of every four chunks, lane i of it has the factors of number i. Work tiles of 96
+    columns lie in two blocks that share a scale of b, where each begins with another quarter of one.
 
     a, b      where all scales are
-    factors   of four chunks, by rows
-    loaded    of the next four: the rows' scales, then that of the columns
+    factors   of four chunks, by rows, then blocks
+    loaded    of the next four: the rows' scales, then those of the blocks
     sources   address of each of these, of chunk 0
+    quarters  (with two blocks) of the work tile's columns that lie in the first one
     """
 
     a: Strided
@@ -246,18 +251,31 @@ class Scales(NamedTuple):
     factors: Any
     loaded: Any
     sources: Any
+    quarters: Any
 
     @classmethod
-    def of_rows(cls, a: Strided, b: Strided, count: int) -> Scales:
-        loaded, sources = (cute.make_rmem_tensor((count + 1,), dtype) for dtype in (Float32, Int64))
-        return cls(a, b, cute.make_rmem_tensor((count,), Float32), loaded, sources)
+    def of_rows(cls, a: Strided, b: Strided, count: int, blocks: int = 1) -> Scales:
+        loaded, sources = (cute.make_rmem_tensor((count + blocks,), dtype) for dtype in (Float32, Int64))
+        factors = cute.make_rmem_tensor((count * blocks,), Float32)
+        return cls(a, b, factors, loaded, sources, cute.make_rmem_tensor((1,), Int32) if blocks > 1 else None)
+
+    @property
+    def blocks(self) -> int:
+        return 1 if self.quarters is None else 2
+
+    @property
+    def rows(self) -> int:
+        return int(cute.size(self.factors)) // self.blocks
 
     @cute.jit
-    def start(self, work: Any, group: Any, rows: Any, block: Any) -> None:
+    def start(self, work: Any, group: Any, rows: Any, blocks: Any, quarters: Any) -> None:
         """Begin a work tile: load the scales of its first four chunks."""
         for i in range_constexpr(len(rows)):
             self.sources[i] = self.a.at(rows[i], group)
-        self.sources[len(rows)] = self.b.at(group, block)
+        for i in range_constexpr(len(blocks)):
+            self.sources[len(rows) + i] = self.b.at(group, blocks[i])
+        if const_expr(self.blocks > 1):
+            self.quarters[0] = quarters
         self.load(work, Int32(0))
 
     @cute.jit
@@ -265,24 +283,34 @@ class Scales(NamedTuple):
         # beyond the last chunk there is nothing to load, and nobody asks for it
         local = cutlass.min(first + cute.arch.lane_idx() % SCALED_CHUNKS, work.chunks - 1)
         chunk = Int64(work.first_chunk + local)
-        last = const_expr(cute.size(self.factors))
-        for i in range_constexpr(last + 1):
-            stride = self.b.strides[2] if const_expr(i == last) else self.a.strides[2]
+        for i in range_constexpr(self.rows + self.blocks):
+            stride = self.b.strides[2] if const_expr(i >= self.rows) else self.a.strides[2]
             self.loaded[i] = ptx.load_global_f32_weak(self.sources[i] + chunk * stride)
 
     @cute.jit
     def advance(self, work: Any, first: Any) -> None:
         """Go on to the four chunks from `first` on, and load the scales of those behind them."""
-        last = const_expr(cute.size(self.factors))
-        for i in range_constexpr(last):
-            self.factors[i] = self.loaded[i] * self.loaded[last]
+        for i in range_constexpr(self.rows):
+            for block in range_constexpr(self.blocks):
+                self.factors[i * self.blocks + block] = self.loaded[i] * self.loaded[self.rows + block]
         if first + SCALED_CHUNKS < work.chunks:
             self.load(work, first + SCALED_CHUNKS)
 
+    @cute.jit
     def of_chunk(self, number: Any) -> list[Any]:
-        """The factors of the rows, of one of the four chunks."""
-        count = cute.size(self.factors)
-        return [cute.arch.shuffle_sync(self.factors[i], number, mask_and_clamp=WITHIN_QUAD) for i in range(count)]
+        """The factors of the rows, of one of the four chunks: of each by quarters of a block."""
+        found = [
+            cute.arch.shuffle_sync(self.factors[i], number, mask_and_clamp=WITHIN_QUAD)
+            for i in range(self.rows * self.blocks)
+        ]
+        factors: list[Any] = []
+        for row in range_constexpr(self.rows):
+            if const_expr(self.blocks == 1):
+                factors.append([found[row]] * (SCALE_BLOCK // QUARTER))
+            else:
+                first, second = found[2 * row], found[2 * row + 1]
+                factors.append([first if quarter < self.quarters[0] else second for quarter in range(3)])
+        return factors
 
 
 class TileGrid(NamedTuple):
@@ -493,7 +521,13 @@ class GemmKernel:
         first = first_row + own_row
         apart = [wave * self.warpgroups * wgmma.ROWS + 8 * half for wave in range(self.waves) for half in range(2)]
         of_rows = [cutlass.min(first + rest, rows - 1) for rest in apart]
-        scales.start(work, group, of_rows, cutlass.min(column_tile * self.columns, columns - 1) // SCALE_BLOCK)
+        column, last = column_tile * self.columns, columns - 1
+        blocks = [cutlass.min(column, last) // SCALE_BLOCK]
+        quarters = None
+        if scales.blocks > 1:
+            blocks.append(cutlass.min(column + self.columns - 1, last) // SCALE_BLOCK)
+            quarters = (SCALE_BLOCK - column % SCALE_BLOCK) // QUARTER
+        scales.start(work, group, of_rows, blocks, quarters)
 
     @cute.jit
     def consume(
@@ -624,7 +658,7 @@ class GemmKernel:
     def promote(self, totals: cute.Tensor, products: cute.Tensor, factors: Any) -> None:
         """Add a chunk's scaled products to the fp32 totals."""
         for i in range_constexpr(self.columns // 2):
-            totals[i] = totals[i] + factors[i // 2 % 2] * products[i]
+            totals[i] = totals[i] + factors[i // 2 % 2][i * 2 // QUARTER] * products[i]
 
     # ---- epilogue
 
@@ -881,7 +915,7 @@ class GemmKernel:
             own_row = thread // WARP * 16 + lane // 4
             tile = work.tiles.coords(work.first, self.rows)
             if const_expr(self.is_fp8):
-                scales = Scales.of_rows(a_scale, b_scale, 2 * self.waves)
+                scales = Scales.of_rows(a_scale, b_scale, 2 * self.waves, 2 if SCALE_BLOCK % self.columns else 1)
                 cute.arch.griddepcontrol_wait()
                 if work.chunks > 0 and work.first < work.tiles.count:
                     self.start_scales(scales, work, tile, own_row, rows, columns)
