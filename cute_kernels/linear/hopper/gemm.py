@@ -2,22 +2,23 @@
 """GEMM for many rows on Hopper: out[t, n] = sum over 128-column chunks c of a_scale[t, c] b_scale[n / 128, c]
 dot(a[t, c], b[n, c]), by groups; or, of bf16 operands, a plain product.
 
-A persistent CTA walks over work tiles of [rows, columns] results. Its producer warp brings a chunk of the tile's rows
-of `a` and of `b` by bulk tensor copies into a ring of stages. Consumer warpgroups multiply: the tensor cores sum a
+A persistent CTA walks over work tiles of [rows, columns] results. Two producer warps bring chunks of the tile's rows of
+`a` and of `b` by bulk tensor copies into a ring of stages. Consumer warpgroups multiply: the tensor cores sum a
 chunk with about 14 bits, its products are scaled and added to fp32 totals (promoted). While one warpgroup promotes, the
 tensor cores work for another, or on the next of its own `depth` chunks. Scales, which may lie anywhere, go from memory
 to the registers of those who promote.
 
     warps 0 .. 4 W - 1    W consumer warpgroups: wgmma, promotion, epilogue. Warpgroup w has the M block of 64 rows from
                           64 w on, and with more `waves` those 64 W rows further on, one product after the other
-    warp 4 W              producer: with PDL brings the first stages' `b`, a constant operand, before its
-                          griddepcontrol.wait, and their `a` behind it; then chunk after chunk of both
-    (three more warps complete the warpgroup, whose registers the consumers get)
+    warp 4 W              producer of `b`, a constant operand, which with PDL comes before the kernel ahead has ended
+    warp 4 W + 1          producer of `a`, behind its griddepcontrol.wait: where there is nothing to wait for, both come
+                          at the same pace, and the first rows do not queue behind a ring full of `b`
+    (two more warps complete the warpgroup, whose registers the consumers get)
 
     stage                 a [rows, 128 bytes of K], b [columns, 128 bytes of K], both with the 128-byte swizzle
 
     barrier     full                                  empty                              waits for full, for empty
-    ring        a chunk of a and b (TMA bytes)        consumer warps' products are done  consumers, producer
+    ring        a chunk of a and b (TMA bytes)        consumer warps' products are done  consumers, producers
     received    all splits' shares (with splits)      none: one work tile a cluster      consumers
     START       (named) warpgroup 0 is `lag` chunks ahead, and warpgroup 1 begins: one stores while the other multiplies
                 (once, at a CTA's first work tile)
@@ -90,7 +91,7 @@ BAND_ROWS = 4096
 many rows."""
 
 REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
-"""Of a thread of the producer's and of a consumer's warpgroup, by consumer warpgroups: in steps of 8, all 64 K of a
+"""Of a thread of the producers' and of a consumer's warpgroup, by consumer warpgroups: in steps of 8, all 64 K of a
 multiprocessor. One consumer warpgroup needs no other split than the even one."""
 
 
@@ -475,7 +476,7 @@ class GemmKernel:
 
     @cute.jit
     def load_rows(self, work: Any, ring: Any, a: Any) -> None:
-        """Fill the ring with `a` of the chunks of all work tiles. By one warp, once the kernel ahead has ended."""
+        """Fill the ring with `a` of all work tiles' chunks. By one warp."""
         copy, source, memory, last_box = a
         cute.arch.griddepcontrol_wait()
         stage, phase = barriers.start()
@@ -489,7 +490,9 @@ class GemmKernel:
                 for box_number in range_constexpr(self.rows // BOX_ROWS):
                     row = cutlass.min(Int32(box_number * BOX_ROWS), last_box)
                     place = cute.assume((stage * self.rows + row) * self.chunk, SWIZZLED_ROWS * self.chunk)
-                    box = cute.make_tensor(memory.iterator + place, wgmma.swizzled_tiles(self.operand, BOX_ROWS, 1).outer)
+                    box = cute.make_tensor(
+                        memory.iterator + place, wgmma.swizzled_tiles(self.operand, BOX_ROWS, 1).outer
+                    )
                     rows = cute.domain_offset((first_row + row, 0, 0), source)
                     target, found = self.partition(copy, rows, box, BOX_ROWS)
                     cute.copy(copy, found[None, 0, work.first_chunk + chunk, group], target[None, 0], tma_bar_ptr=full)
@@ -497,7 +500,7 @@ class GemmKernel:
 
     @cute.jit
     def load_weight(self, work: Any, ring: Any, b: Any) -> None:
-        """The same of `b`, a constant operand: by another warp, which does not wait for the kernel ahead."""
+        """The same of `b`: by another warp, which does not wait for the kernel ahead."""
         copy, target, source = b
         stage, phase = barriers.start()
         for number in cutlass.range(work.first, work.tiles.count, work.step, unroll=1):
@@ -508,7 +511,10 @@ class GemmKernel:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, self.columns * CHUNK_BYTES)
                 cute.copy(
-                    copy, source[None, column_tile, work.first_chunk + chunk, group], target[None, stage], tma_bar_ptr=full
+                    copy,
+                    source[None, column_tile, work.first_chunk + chunk, group],
+                    target[None, stage],
+                    tma_bar_ptr=full,
                 )
                 stage, phase = barriers.advance(stage, phase, self.stages)
 

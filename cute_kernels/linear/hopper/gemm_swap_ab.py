@@ -10,8 +10,8 @@ have one split of a work tile each, sum it, and send the sums of 8 tokens at a t
 tokens, always in the order of the splits. How K is cut follows from the weight's shape alone, never from the number of
 tokens, so a token's bits do not depend on its batch.
 
-    warp 8          producer: weights into the ring before the dependency is waited for, then tokens and weights
-    warp 9          scales (e4m3 only)
+    warp 8          producer of weights, which come before the dependency has been waited for
+    warp 9          producer of tokens, and of the scales (e4m3 only), behind that wait
     warps 0 .. 3    consumer warpgroup 0: wgmma, promotion to fp32 totals, epilogue of work tiles 0, 2, 4 ... of the CTA
     warps 4 .. 7    consumer warpgroup 1: the same of work tiles 1, 3, 5 ...: one multiplies while the other stores.
                     With 128 outputs in a work tile each takes half of them: an e4m3 result has a scale for 128
@@ -283,18 +283,18 @@ class SwapAbKernel:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, self.outputs * CHUNK_BYTES)
                 cute.copy(
-                    copy, source[None, output_tile, work.first_chunk + chunk, group], target[None, stage], tma_bar_ptr=full
+                    copy,
+                    source[None, output_tile, work.first_chunk + chunk, group],
+                    target[None, stage],
+                    tma_bar_ptr=full,
                 )
                 stage, phase = barriers.advance(stage, phase, self.stages)
 
     @cute.jit
-    def load_tokens(
-        self, work: Any, ring: Any, memory: Any, scales: Any, scale_sources: Any, sizes: Any
-    ) -> None:
+    def load_tokens(self, work: Any, ring: Any, memory: Any, scales: Any, scale_sources: Any, tokens: Any) -> None:
         """The same of the tokens, and the scales of both. By warp 9, once the kernel ahead has ended."""
         copy, copied, found = memory
         a_scale, b_scale = scale_sources
-        tokens, outputs = sizes
         lane = cute.arch.lane_idx()
         per_lane = cutlass.const_expr(-(-self.tokens // WARP))
         cute.arch.griddepcontrol_wait()
@@ -620,7 +620,7 @@ class SwapAbKernel:
                     (token_copy, *self.partition(token_copy, token_source, token_rows, self.tokens)),
                     scales,
                     (a_scale, b_scale),
-                    (tokens, outputs),
+                    tokens,
                 )
         else:
             self.wait_for_cluster()
