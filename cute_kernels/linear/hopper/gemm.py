@@ -113,6 +113,8 @@ SCALED_CHUNKS = 4
 BOX_ROWS = 64
 """Of `a`: what a copy brings at a time."""
 
+HALF_ROWS = BOX_ROWS // 2
+
 SWIZZLED_ROWS = 8
 """Rows that the swizzle goes over: where in shared memory a box may begin."""
 
@@ -160,6 +162,12 @@ class GemmKey(KernelKey):
     @property
     def threads(self) -> int:
         return (self.warpgroups + 1) * wgmma.WARPGROUP
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether there is a copy for fewer rows than its work tile has, but more than half as many. An e4m3 result has
+        scales of rows beyond the last one, too."""
+        return self.rows == BOX_ROWS and self.output != "e4m3"
 
     @property
     def stage_bytes(self) -> int:
@@ -415,6 +423,7 @@ class GemmKernel:
         kernel = self.kernel(
             *self.tma_atoms(a, b),
             *(self.result_atom(out) if const_expr(self.key.staged) else (None, None, None)),
+            self.halves_atom(a) if const_expr(self.key.has_halves) else None,
             *(wgmma.make_mma(self.operand, self.warpgroups, self.columns) for _ in range(2)),
             *scales,
             Strided.of(out),
@@ -449,6 +458,17 @@ class GemmKernel:
         b_copy, b_source = cpasync.make_tiled_tma_atom(load, b_view, b_tiles, (self.columns, self.chunk))
         return a_copy, a_source, b_copy, b_source, a_tiles, b_tiles
 
+    def halves_atom(self, a: Any) -> tuple[Any, Any]:
+        """The copy of the first HALF_ROWS rows and of the last ones, which lie across them, and what it reads."""
+        shape = (HALF_ROWS, 2), length(a, 2), length(a, 1)
+        apart = a.stride[0] * cutlass.max(length(a, 0) - HALF_ROWS, 1)
+        view = cute.make_tensor(a.iterator, cute.make_layout(shape, stride=((a.stride[0], apart), 1, a.stride[1])))
+        box = wgmma.swizzled_tiles(self.operand, BOX_ROWS, 1)
+        copy, source = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), view, box, (BOX_ROWS, self.chunk)
+        )
+        return copy, source
+
     def result_atom(self, out: Any) -> tuple[Any, ...]:
         """The copy of a warp's 16 rows of 64 columns, where it writes, and what it reads."""
         boxes = self.rows // STAGED_ROWS * (self.columns // STAGED_COLUMNS)
@@ -475,9 +495,31 @@ class GemmKernel:
         return copy, source, a, cutlass.max(cutlass.min(whole, self.rows) - BOX_ROWS, 0)
 
     @cute.jit
-    def load_rows(self, work: Any, ring: Any, a: Any) -> None:
+    def is_halved(self, rows: Any) -> Any:
+        """Whether a work tile's second half are the last rows, which lie across the first half."""
+        found = Boolean(False)
+        if const_expr(self.key.has_halves):
+            found = rows > HALF_ROWS and rows < BOX_ROWS
+        return found
+
+    def box(self, memory: Any, row: Any) -> Any:
+        """Of `a` in shared memory, from a row of all stages' rows on."""
+        place = cute.assume(row * self.chunk, SWIZZLED_ROWS * self.chunk)
+        return cute.make_tensor(memory.iterator + place, wgmma.swizzled_tiles(self.operand, BOX_ROWS, 1).outer)
+
+    @cute.jit
+    def load_halves(self, halves: Any, memory: Any, place: Any, stage: Any, full: Any) -> None:
+        if const_expr(self.key.has_halves):
+            copy, source = halves
+            chunk, group = place
+            target, found = self.partition(copy, source, self.box(memory, stage * self.rows), BOX_ROWS)
+            cute.copy(copy, found[None, 0, chunk, group], target[None, 0], tma_bar_ptr=full)
+
+    @cute.jit
+    def load_rows(self, work: Any, ring: Any, a: Any, halves: Any, rows: Any) -> None:
         """Fill the ring with `a` of all work tiles' chunks. By one warp."""
         copy, source, memory, last_box = a
+        is_halved = self.is_halved(rows)
         cute.arch.griddepcontrol_wait()
         stage, phase = barriers.start()
         for number in cutlass.range(work.first, work.tiles.count, work.step, unroll=1):
@@ -487,15 +529,17 @@ class GemmKernel:
                 full = ring.full(stage)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, self.rows * CHUNK_BYTES)
-                for box_number in range_constexpr(self.rows // BOX_ROWS):
-                    row = cutlass.min(Int32(box_number * BOX_ROWS), last_box)
-                    place = cute.assume((stage * self.rows + row) * self.chunk, SWIZZLED_ROWS * self.chunk)
-                    box = cute.make_tensor(
-                        memory.iterator + place, wgmma.swizzled_tiles(self.operand, BOX_ROWS, 1).outer
-                    )
-                    rows = cute.domain_offset((first_row + row, 0, 0), source)
-                    target, found = self.partition(copy, rows, box, BOX_ROWS)
-                    cute.copy(copy, found[None, 0, work.first_chunk + chunk, group], target[None, 0], tma_bar_ptr=full)
+                if is_halved:
+                    self.load_halves(halves, memory, (work.first_chunk + chunk, group), stage, full)
+                else:
+                    for number_of_box in range_constexpr(self.rows // BOX_ROWS):
+                        row = cutlass.min(Int32(number_of_box * BOX_ROWS), last_box)
+                        rows_of_box = cute.domain_offset((first_row + row, 0, 0), source)
+                        box = self.box(memory, stage * self.rows + row)
+                        target, found = self.partition(copy, rows_of_box, box, BOX_ROWS)
+                        cute.copy(
+                            copy, found[None, 0, work.first_chunk + chunk, group], target[None, 0], tma_bar_ptr=full
+                        )
                 stage, phase = barriers.advance(stage, phase, self.stages)
 
     @cute.jit
@@ -519,6 +563,14 @@ class GemmKernel:
                 stage, phase = barriers.advance(stage, phase, self.stages)
 
     # ---- mainloop
+
+    @cute.jit
+    def own_row(self, thread: Any, rows: Any) -> Any:
+        """A consumer thread's first row, counted from that of the work tile."""
+        row = thread // WARP * 16 + thread % WARP // 4
+        if row >= HALF_ROWS and self.is_halved(rows):
+            row += rows - BOX_ROWS
+        return row
 
     def start_scales(self, scales: Scales, work: Any, tile: Any, own_row: Any, rows: Any, columns: Any) -> None:
         """Load a consumer thread's first scales of a work tile. Rows and columns beyond the last have none of their
@@ -833,6 +885,7 @@ class GemmKernel:
         out_copy: Any,
         out_target: Any,
         out_tiles: Any,
+        halves: Any,
         mma: cute.TiledMma,
         mma_more: cute.TiledMma,
         a_scale: Strided,
@@ -897,7 +950,7 @@ class GemmKernel:
             if warp == self.warpgroups * 4:
                 self.load_weight(work, ring, (b_copy, *self.partition(b_copy, b_source, b, self.columns)))
             elif warp == self.warpgroups * 4 + 1:
-                self.load_rows(work, ring, self.row_copies(a_copy, a_source, a, rows))
+                self.load_rows(work, ring, self.row_copies(a_copy, a_source, a, rows), halves, rows)
             if const_expr(self.splits > 1):
                 cute.arch.cluster_wait()
         else:
@@ -918,7 +971,7 @@ class GemmKernel:
                 elif has_more:
                     cute.arch.barrier(barrier_id=START, number_of_threads=2 * wgmma.WARPGROUP)
             scales: Any = None
-            own_row = thread // WARP * 16 + lane // 4
+            own_row = self.own_row(thread, rows)
             tile = work.tiles.coords(work.first, self.rows)
             if const_expr(self.is_fp8):
                 scales = Scales.of_rows(a_scale, b_scale, 2 * self.waves, 2 if SCALE_BLOCK % self.columns else 1)
