@@ -464,9 +464,7 @@ class GemmKernel:
         apart = a.stride[0] * cutlass.max(length(a, 0) - HALF_ROWS, 1)
         view = cute.make_tensor(a.iterator, cute.make_layout(shape, stride=((a.stride[0], apart), 1, a.stride[1])))
         box = wgmma.swizzled_tiles(self.operand, BOX_ROWS, 1)
-        copy, source = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), view, box, (BOX_ROWS, self.chunk)
-        )
+        copy, source = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, box, (BOX_ROWS, self.chunk))
         return copy, source
 
     def result_atom(self, out: Any) -> tuple[Any, ...]:

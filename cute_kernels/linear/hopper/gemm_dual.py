@@ -107,6 +107,8 @@ class DualGemmKernel:
         kernel = self.kernel(
             *self.fp8.tma_atoms(a, b)[:4],
             *self.bf16.tma_atoms(x, x_weight)[:4],
+            self.fp8.halves_atom(a),
+            self.bf16.halves_atom(x),
             *(wgmma.make_mma(Float8E4M3FN, 1, COLUMNS) for _ in range(2)),
             *(wgmma.make_mma(BFloat16, 1, COLUMNS) for _ in range(2)),
             Strided.of(a_scale),
@@ -147,6 +149,8 @@ class DualGemmKernel:
         x_source: cute.Tensor,
         w_copy: cute.CopyAtom,
         w_source: cute.Tensor,
+        halves: Any,
+        x_halves: Any,
         mma: cute.TiledMma,
         mma_more: cute.TiledMma,
         x_mma: cute.TiledMma,
@@ -207,17 +211,17 @@ class DualGemmKernel:
                 if warp == 4:
                     self.bf16.load_weight(work, ring, (w_copy, *self.bf16.partition(w_copy, w_source, w, COLUMNS)))
                 elif warp == 5:
-                    self.bf16.load_rows(work, ring, self.bf16.row_copies(x_copy, x_source, x, rows))
+                    self.bf16.load_rows(work, ring, self.bf16.row_copies(x_copy, x_source, x, rows), x_halves, rows)
             else:
                 work = self.split_of(tiles, number - x_tiles.count, rank, chunks)
                 if warp == 4:
                     self.fp8.load_weight(work, ring, (b_copy, *self.fp8.partition(b_copy, b_source, b, COLUMNS)))
                 elif warp == 5:
-                    self.fp8.load_rows(work, ring, self.fp8.row_copies(a_copy, a_source, a, rows))
+                    self.fp8.load_rows(work, ring, self.fp8.row_copies(a_copy, a_source, a, rows), halves, rows)
             cute.arch.cluster_wait()
         else:
             totals = cute.make_rmem_tensor((COLUMNS // 2,), Float32)
-            own_row = warp * 16 + lane // 4
+            own_row = self.fp8.own_row(thread, rows)
             if is_bf16:
                 work = self.split_of(x_tiles, number, rank, x_chunks)
                 tile = x_tiles.coords(number, ROWS)
