@@ -518,10 +518,11 @@ class GemmKernel:
         """Fill the ring with `a` of all work tiles' chunks. By one warp."""
         copy, source, memory, last_box = a
         is_halved = self.is_halved(rows)
-        cute.arch.griddepcontrol_wait()
         stage, phase = barriers.start()
+        tile = work.tiles.coords(work.first, self.rows)
+        cute.arch.griddepcontrol_wait()
         for number in cutlass.range(work.first, work.tiles.count, work.step, unroll=1):
-            group, first_row, _ = work.tiles.coords(number, self.rows)
+            group, first_row, _ = tile
             for chunk in cutlass.range(work.chunks, unroll=1):
                 ring.wait_empty(stage, phase)
                 full = ring.full(stage)
@@ -539,6 +540,7 @@ class GemmKernel:
                             copy, found[None, 0, work.first_chunk + chunk, group], target[None, 0], tma_bar_ptr=full
                         )
                 stage, phase = barriers.advance(stage, phase, self.stages)
+            tile = work.tiles.coords(number + work.step, self.rows)
 
     @cute.jit
     def load_weight(self, work: Any, ring: Any, b: Any) -> None:

@@ -297,10 +297,11 @@ class SwapAbKernel:
         a_scale, b_scale = scale_sources
         lane = cute.arch.lane_idx()
         per_lane = cutlass.const_expr(-(-self.tokens // WARP))
-        cute.arch.griddepcontrol_wait()
         stage, phase = barriers.start()
+        tile = work.coords(Int32(0))
+        cute.arch.griddepcontrol_wait()
         for index in cutlass.range(work.count, unroll=1):
-            group, output_tile, token_tile = work.coords(index)
+            group, output_tile, token_tile = tile
             sources: list[Any] = []
             weight_source: Any = None
             if const_expr(self.is_fp8):
@@ -325,6 +326,7 @@ class SwapAbKernel:
                         ptx.copy_async_32(target + self.tokens * 4, weight_source + Int64(chunk) * b_scale.strides[2])
                     cute.arch.cp_async_mbarrier_arrive_noinc(full)
                 stage, phase = barriers.advance(stage, phase, self.stages)
+            tile = work.coords(index + 1)
         if const_expr(self.is_fp8):
             # no lane ends with copies under way
             cute.arch.cp_async_commit_group()
