@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ class Bench:
     peers       name -> loader of another project's kernel; one that raises ends the sweep (perf.peers.load_peer)
     ahead       called with the cases before peers are loaded: what those compile when they are first called
     variants    loader of this project's other configurations, by name; names begin with "ours "
+    apart       arguments -> those of a call behind a kernel that lets nothing start early, where they are others
     inputs      mutated arguments that the op reads too: they are not poisoned, and restored after a check
     same        when this project's results are right; the default is bit for bit
     peer_same   when a peer's are; the default is `same`
@@ -92,6 +94,7 @@ class Bench:
     peers: Mapping[str, Callable[[], Run]] = field(default_factory=dict)
     ahead: Callable[[Sequence[Case]], None] | None = None
     variants: Callable[[], Mapping[str, Run]] = dict
+    apart: Callable[[Arguments], Arguments] | None = None
     inputs: tuple[str, ...] = ()
     same: Same = same_bytes
     peer_same: Same | None = None
@@ -119,7 +122,12 @@ class Bench:
         work = op.cost(*first.args)
         sets = [first, *(InputSet(self, op, case.make(seed)) for seed in range(1, number_of_sets(work.bytes)))]
         shape = {"case": case.name, "T": case.rows, **case.shape}
-        return compare(self.op, shape, sets, work, candidates, replays, products=case.products)
+        apart = None if self.apart is None else partial(self._run_apart, op)
+        return compare(self.op, shape, sets, work, candidates, replays, products=case.products, apart=apart)
+
+    def _run_apart(self, op: Op, inputs: InputSet) -> None:
+        assert self.apart is not None
+        op.overload(*self.apart(inputs.args))
 
 
 def _on_set(run: Run) -> Callable[[InputSet], Any]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of the layers' GEMMs, launched like the layers do: as dependents of the kernel before."""
+"""Benchmarks of the layers' GEMMs, launched like the layers do: as dependents of the kernel before, but where that lets
+nothing start early."""
 
 from __future__ import annotations
 
@@ -112,6 +113,11 @@ def _mm() -> Run:
     return lambda a, b, out, *_: [torch.mm(a, b.t(), out_dtype=torch.float32)]
 
 
+def _not_dependent(args: Arguments) -> Arguments:
+    """Arguments without use_pdl, the last one."""
+    return (*args[:-1], False)
+
+
 def _near(share: float, rounding: float, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
     """Within what rounding explains of results whose terms are of random signs: their root mean square stands for the
     sum of magnitudes."""
@@ -123,7 +129,7 @@ def _near(share: float, rounding: float, got: Sequence[torch.Tensor], want: Sequ
 def _fp8_variants() -> Mapping[str, Run]:
     overload = OPS["fp8_gemm"].overload
     return {
-        "ours without use_pdl": lambda *args: overload(*args[:-1], False),
+        "ours without use_pdl": lambda *args: overload(*_not_dependent(args)),
         "ours batch-invariant": lambda *args: overload(*args[:-2], True, args[-1]),
     }
 
@@ -131,7 +137,7 @@ def _fp8_variants() -> Mapping[str, Run]:
 def _bf16_variants() -> Mapping[str, Run]:
     overload = OPS["bf16_gemm"].overload
     return {
-        "ours without use_pdl": lambda *args: overload(*args[:-1], False),
+        "ours without use_pdl": lambda *args: overload(*_not_dependent(args)),
         "ours batch-invariant": lambda *args: overload(*args[:-2], True, args[-1]),
     }
 
@@ -174,6 +180,7 @@ FP8 = Bench(
         "cublas": _cublas,
     },
     variants=_fp8_variants,
+    apart=_not_dependent,
     same=partial(_near, PRODUCTS, ROUNDING),
 )
 
@@ -204,7 +211,7 @@ def _near_squares(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> 
 
 def _squares_variants() -> Mapping[str, Run]:
     overload = OPS["fp8_gemm_squares"].overload
-    return {"ours without use_pdl": lambda *args: overload(*args[:-1], False)}
+    return {"ours without use_pdl": lambda *args: overload(*_not_dependent(args))}
 
 
 def _squares_cases(several: Sequence[int]) -> tuple[Case, ...]:
@@ -235,6 +242,7 @@ SQUARES = Bench(
         "cublas": partial(_product_alone, _cublas),
     },
     variants=_squares_variants,
+    apart=_not_dependent,
     same=_near_squares,
     peer_same=partial(_near, PRODUCTS, ROUNDING),
 )
@@ -262,6 +270,7 @@ BF16 = Bench(
     between=mark(_bf16_cases(draw_rows("bf16_gemm", BF16_TOKENS))),
     peers={"cublas": _mm},
     variants=_bf16_variants,
+    apart=_not_dependent,
     same=partial(_near, FP32, 0.0),
 )
 
@@ -286,7 +295,10 @@ def _two_launches(
 
 def _dual_variants() -> Mapping[str, Run]:
     overload = OPS["fp8_bf16_gemm"].overload
-    return {"ours without use_pdl": lambda *args: overload(*args[:-1], False), "ours in two launches": _two_launches}
+    return {
+        "ours without use_pdl": lambda *args: overload(*_not_dependent(args)),
+        "ours in two launches": _two_launches,
+    }
 
 
 def _dual_cases(several: Sequence[int]) -> tuple[Case, ...]:
@@ -312,6 +324,7 @@ DUAL = Bench(
     between=mark(_dual_cases(draw_rows("fp8_bf16_gemm", DUAL_TOKENS))),
     peers={},
     variants=_dual_variants,
+    apart=_not_dependent,
     same=_near_both,
 )
 

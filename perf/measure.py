@@ -269,6 +269,7 @@ def compare(
     replays: int,
     *,
     products: str | None = None,
+    apart: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any]:
     """One cell of a record, an op at one shape: every candidate checked on the first input set, then all are timed.
 
@@ -279,12 +280,14 @@ def compare(
     candidates   by name: what to do with an input set, or the reason why that is not possible here. Names of this
                  project's other configurations begin with "ours ", all others are peers
     products     "bf16" or "e4m3" if the FLOPs are matrix products of that kind, so that they have a ceiling
+    apart        what to do with an input set in the place of `ours()` behind a kernel that lets nothing start early
 
     RuntimeError if this project's call runs a reference or writes anything wrong; a wrong variant is not timed; a wrong
     peer is, and its row says so.
     """
     require_kernel(sets[0].ours)
-    if not sets[0].right(sets[0].ours):
+    behind = [s.ours if apart is None else partial(apart, s) for s in sets]
+    if not (sets[0].right(sets[0].ours) and sets[0].right(behind[0])):
         raise RuntimeError(f"{op}: wrong result at {dict(shape)}; nothing was timed")
     calls: dict[str, list[Call]] = {OURS: [s.ours for s in sets]}
     checked, missing = {OURS: True}, []
@@ -303,9 +306,9 @@ def compare(
     if OURS in failures:
         raise RuntimeError(f"{op}: cannot be captured in a graph at {dict(shape)}: {failures[OURS]}")
     missing += [skipped(name, why) for name, why in failures.items()]
-    timed = {name: calls[name] for name in timings}
-    apart, between = time_apart(timed, cost.bytes, replays, flops_per_set=cost.flops)
-    rows = [row(name, timing, cost, checked[name], apart[name]) for name, timing in timings.items()]
+    timed = {name: behind if name == OURS else calls[name] for name in timings}
+    us_apart, between = time_apart(timed, cost.bytes, replays, flops_per_set=cost.flops)
+    rows = [row(name, timing, cost, checked[name], us_apart[name]) for name, timing in timings.items()]
     public = [bind(op, s.arguments()) for s in sets]
     for line in rows:
         if line["kind"] != "variant" and line["us"] <= HOST_MOST_US:

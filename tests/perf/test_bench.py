@@ -66,8 +66,13 @@ def test_a_sweep_measures_what_is_asked_for(
     said: list[Any] = []
     monkeypatch.setattr(bench, "number_of_sets", lambda size: 3)
 
-    def compare(op: str, shape: Any, sets: Any, work: Any, candidates: Any, replays: int, products: str) -> Any:
+    def compare(
+        op: str, shape: Any, sets: Any, work: Any, candidates: Any, replays: int, products: str, apart: Any
+    ) -> Any:
         assert (op, replays, products) == (OP.name, 5, "e4m3")
+        assert (apart is not None) == (one.apart is not None)
+        if apart is not None:
+            apart(sets[0])
         assert len({s.args[0].sum().item() for s in sets}) == len(sets) == 3
         said.append((shape, {name: run(sets[0]) for name, run in candidates.items()}))
         return shape
@@ -98,6 +103,10 @@ def test_a_sweep_measures_what_is_asked_for(
         assert not variants or candidates["ours other"] is None
         assert not peers or candidates["peer"].tensors[0].shape == (shape["T"], 256)
     assert replace(one, ahead=None).sweep(rows, peers, replays=5) == shapes
+    seen: list[Any] = []
+    one = replace(one, ahead=None, apart=lambda args: seen.append(args) or (*args[:-1], False))
+    assert one.sweep(rows, replays=5) == shapes
+    assert [args[0].shape[0] for args in seen] == wanted
 
 
 def test_right_is_what_the_reference_writes_over_poison() -> None:

@@ -174,6 +174,27 @@ def test_a_cell_is_what_the_schema_says(timed: list[str]) -> None:
     assert (cell["between_us"], [row.apart for row in read.rows]) == (1.25, [6.0, 7.0, 8.0])
 
 
+def test_ours_may_be_called_otherwise_apart(timed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a kernel that lets nothing start early: checked as well, and timed there alone."""
+    ran: list[str] = []
+
+    def time_apart(calls: dict[str, list[measure.Call]], *_: Any, **__: Any) -> tuple[dict[str, float], float]:
+        for each in calls.values():
+            each[1]()
+        return dict.fromkeys(calls, 6.0), 1.25
+
+    def other(s: Inputs) -> None:
+        ran.append("other")
+        s.ours()
+
+    monkeypatch.setattr(measure, "time_apart", time_apart)
+    sets = [Inputs(), Inputs()]
+    measure.compare("some_op", {"T": 4}, sets, COST, {"vllm-triton": right}, 21, apart=other)
+    assert (timed, ran) == (["cute_kernels", "vllm-triton"], ["other", "other"])
+    with pytest.raises(RuntimeError, match="some_op: wrong result"):
+        measure.compare("some_op", {"T": 4}, sets, COST, {}, 21, apart=wrong)
+
+
 def test_nothing_is_timed_when_our_result_is_wrong(timed: list[str]) -> None:
     with pytest.raises(RuntimeError, match=r"some_op: wrong result at \{'T': 4\}"):
         compare({}, [Inputs(correct=False)])
