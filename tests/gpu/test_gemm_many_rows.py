@@ -45,6 +45,7 @@ BF16 = [key for output in ("fp32", "bf16") for key in select.many_bf16_rows_keys
 SHAPES = [
     (1, 1, 128, 128),
     (3, 2, 136, 256),
+    (33, 2, 272, 1152),
     (257, 1, 1024, 4096),
     (300, 3, 264, 640),
     (1000, 1, 1536, 1536),
@@ -170,7 +171,8 @@ def test_in_a_graph_after_the_kernel_that_writes_its_rows(key: GemmKey) -> None:
 
 @pytest.mark.parametrize("key", BF16, ids=name)
 @pytest.mark.parametrize(
-    ("rows", "outputs", "k"), [(1, 16, 64), (65, 1024, 4096), (257, 2624, 1000), (130, 208, 72), (700, 1040, 7168)]
+    ("rows", "outputs", "k"),
+    [(1, 16, 64), (47, 336, 200), (65, 1024, 4096), (257, 2624, 1000), (130, 208, 72), (700, 1040, 7168)],
 )
 def test_bf16_operands(key: GemmKey, rows: int, outputs: int, k: int) -> None:
     """Near the float64 product; the same bits whoever walks over the work tiles, and in a graph as a dependent of what
