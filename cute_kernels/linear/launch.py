@@ -354,8 +354,8 @@ BF16_GEMM = OpKernel(launch_bf16, why_not_bf16, bf16_keys)
 
 
 def dual_keys(config: ModelConfig, tp: int, arch: str) -> list[DualGemmKey]:
-    """One takes every call."""
-    return [DualGemmKey(arch)] if arch == HOPPER else []
+    """One takes every call, but those of so few rows that they come as halves."""
+    return [DualGemmKey(arch), DualGemmKey(arch, halves=True)] if arch == HOPPER else []
 
 
 def why_not_dual(call: DualGemmCall) -> str:
@@ -378,7 +378,8 @@ def launch_dual(call: DualGemmCall) -> None:
     rows = call.a.unsqueeze(1), call.a_scale.unsqueeze(1)
     weight = call.weight.unsqueeze(0), call.weight_scale.unsqueeze(0)
     bf16 = call.x.unsqueeze(1), call.x_weight.unsqueeze(0), call.x_out.unsqueeze(1)
-    launch_key(DualGemmKey(HOPPER), call.out.device.index, *rows, *weight, call.out.unsqueeze(1), *bf16, call.use_pdl)
+    key = DualGemmKey(HOPPER, halves=call.out.shape[0] in select.HALVED_ROWS)
+    launch_key(key, call.out.device.index, *rows, *weight, call.out.unsqueeze(1), *bf16, call.use_pdl)
 
 
 DUAL_GEMM = OpKernel(launch_dual, why_not_dual, dual_keys)

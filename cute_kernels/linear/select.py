@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cute_kernels.formats import HEAD_DIM, INDEX_DIM
-from cute_kernels.linear.hopper.gemm import BOX_ROWS, SCALE_BLOCK, GemmKey
+from cute_kernels.linear.hopper.gemm import BOX_ROWS, HALF_ROWS, SCALE_BLOCK, GemmKey
 from cute_kernels.linear.hopper.gemm_swap_ab import SwapAbKey
 from cute_kernels.models import ModelConfig
 
@@ -134,6 +134,15 @@ TILES: tuple[Tile, ...] = (
 )
 """Fitted to times on an H200 (the last three: perf/log/data/gemm_places_1.txt)."""
 
+WIDE_TILES: tuple[Tile, ...] = (
+    *TILES[:2],
+    Tile(TILES[2].key, 0.260, 0.7),
+    *TILES[3:],
+    Tile(GemmKey(HOPPER, rows=64, columns=96, warpgroups=1, stages=9, depth=2), 0.250, 0.8),
+    Tile(GemmKey(HOPPER, rows=128, columns=96, stages=7, depth=2), 0.375, 1.0),
+)
+"""For more rows than MEDIUM_ROWS: columns that are no multiple of 128 times the multiprocessors may be one of 96."""
+
 GROUPED_TILES: tuple[Tile, ...] = (
     *TILES[:4],
     Tile(GemmKey(HOPPER, rows=128, stages=6, depth=2), 0.460, 0.23, 0.5),
@@ -148,13 +157,42 @@ SPLIT_TILES: tuple[Tile, ...] = (
     Tile(GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=2), 0.239, 2.0),
     Tile(GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=4), 0.239, 2.7),
     Tile(GemmKey(HOPPER, rows=64, warpgroups=1, stages=7, depth=2, splits=2), 0.307, 2.8),
-    Tile(GemmKey(HOPPER, rows=128, stages=4, depth=2, splits=2), 0.416, 3.0),
+    Tile(GemmKey(HOPPER, rows=128, stages=4, depth=2, splits=2), 0.470, 3.0),
 )
 """The same of kernels that cut K, for weights with fewer work tiles than there are multiprocessors."""
+
+MEDIUM_ROWS = 256
+
+MEDIUM_TILES: tuple[Tile, ...] = (
+    Tile(TILES[0].key, 0.156, 1.7),
+    Tile(TILES[1].key, 0.155, 1.1, 1.8),
+    Tile(WIDE_TILES[-2].key, 0.171, 1.4, 1.8),
+    Tile(TILES[2].key, 0.214, 1.1, 2.5),
+    Tile(TILES[3].key, 0.227, 1.1, 2.5),
+    Tile(WIDE_TILES[-1].key, 0.289, 1.7, 1.9),
+    Tile(GROUPED_TILES[4].key, 0.340, 1.5, 3.0),
+    Tile(TILES[5].key, 0.729, 0.1, 3.2),
+    Tile(GROUPED_TILES[7].key, 0.888, 1.1, 3.6),
+)
+"""For BOX_ROWS to MEDIUM_ROWS rows, fitted to the mean of times back to back and apart of 65 to 256 rows on an H200
+(perf/log/data/gemm_tiles_2.txt): memory binds there, and results are stored directly."""
+
+MEDIUM_SPLIT_TILES: tuple[Tile, ...] = (
+    Tile(SPLIT_TILES[0].key, 0.256, 1.3, 0.5),
+    Tile(GemmKey(HOPPER, rows=64, columns=96, warpgroups=1, stages=8, depth=2, splits=2), 0.300, 1.0, 1.0),
+    Tile(SPLIT_TILES[2].key, 0.340, 1.5, 0.5),
+    Tile(GemmKey(HOPPER, rows=128, columns=64, stages=8, depth=2, splits=2), 0.237, 1.4, 2.2),
+    Tile(SPLIT_TILES[3].key, 0.391, 4.9, 0.2),
+)
+"""The same of kernels that cut K."""
 
 ZERO_ROW_US = 0.0025
 """Of a chunk, for every row that a work tile has more than a call of up to BOX_ROWS: bulk tensor copies fill them with
 zeros one at a time (perf/log/gemm.md). Where a call has more, boxes are moved back, and next to none is filled."""
+
+HALVED_ROWS = range(HALF_ROWS + 1, 48)
+"""Of which work tiles of BOX_ROWS rows come as halves, so that none is filled: 33 rows are up to 20% faster so on an
+H200, 40 up to 11%, and from 48 on next to none."""
 
 LEAST_SPLIT_CHUNKS = 8
 """Of 128 columns. With fewer in a split its sums cost more than they save. It keeps queries' products whole, whose bits
@@ -210,11 +248,14 @@ def _soonest(
     chunks: int,
     multiprocessors: int,
     is_shared: bool = False,
+    is_halved: bool = False,
 ) -> tuple[GemmKey, int]:
     """The kernel that is through soonest if every round of work tiles takes its time, and its number of CTAs.
 
     is_shared   kernels of CO_RESIDENT run as they are there: so more of their clusters run at once
+    is_halved   work tiles of BOX_ROWS rows come as halves
     """
+    filled = BOX_ROWS if is_halved else rows
 
     def microseconds(tile: Tile) -> float:
         work_tiles, splits = count_work_tiles(tile.key, rows, groups, outputs), tile.key.splits
@@ -224,7 +265,7 @@ def _soonest(
         ):
             return math.inf
         rounds = -(-work_tiles * splits // multiprocessors)
-        zero_rows = tile.key.rows - rows if rows <= BOX_ROWS else 0
+        zero_rows = tile.key.rows - filled if rows <= BOX_ROWS else 0
         chunk_us = tile.chunk_us + ZERO_ROW_US * zero_rows
         return rounds * (-(-chunks // splits) * chunk_us + tile.tile_us) + tile.call_us
 
@@ -247,13 +288,18 @@ def many_rows(
 
     may_split   K may be cut, differently for different numbers of rows; if not, no choice changes a row's bits
     """
-    whole = GROUPED_TILES if groups > 1 else TILES
-    tiles = [tile for tile in (whole + SPLIT_TILES if may_split else whole) if has_result(tile.key, output)]
+    whole, splits = TILES, SPLIT_TILES
+    if rows > BOX_ROWS:
+        whole, splits = (MEDIUM_TILES, MEDIUM_SPLIT_TILES) if rows <= MEDIUM_ROWS else (WIDE_TILES, SPLIT_TILES)
+    if groups > 1:
+        whole = GROUPED_TILES
+    tiles = [tile for tile in (whole + splits if may_split else whole) if has_result(tile.key, output)]
     is_shared = rows <= CO_RESIDENT_ROWS and (may_split or groups > 1)
-    key, ctas = _soonest(tiles, rows, groups, outputs, chunks, multiprocessors, is_shared)
+    is_halved = rows in HALVED_ROWS and may_split and groups == 1 and output != "e4m3"
+    key, ctas = _soonest(tiles, rows, groups, outputs, chunks, multiprocessors, is_shared, is_halved)
     if is_shared:
         key = CO_RESIDENT.get(key, key)
-    return with_output(key, output), ctas
+    return with_output(replace(key, halves=is_halved and key.rows == BOX_ROWS), output), ctas
 
 
 @lru_cache(maxsize=4096)
@@ -261,8 +307,9 @@ def many_bf16_rows(
     output: str, rows: int, outputs: int, chunks: int, multiprocessors: int = MULTIPROCESSORS
 ) -> tuple[GemmKey, int]:
     """The same for bf16 operands. chunks: of 64 columns."""
-    key, ctas = _soonest(BF16_TILES, rows, 1, outputs, chunks, multiprocessors)
-    return with_output(key, output), ctas
+    is_halved = rows in HALVED_ROWS
+    key, ctas = _soonest(BF16_TILES, rows, 1, outputs, chunks, multiprocessors, is_halved=is_halved)
+    return with_output(replace(key, halves=is_halved and key.rows == BOX_ROWS), output), ctas
 
 
 @lru_cache(maxsize=4096)
@@ -271,16 +318,26 @@ def with_squares(rows: int, outputs: int, chunks: int, multiprocessors: int = MU
     return _soonest(SQUARES_TILES, rows, 1, outputs, chunks, multiprocessors)
 
 
+def halved(keys: Iterable[GemmKey]) -> list[GemmKey]:
+    """Those of them that rows of HALVED_ROWS take, as they take them."""
+    return [replace(key, halves=True) for key in keys if key.rows == BOX_ROWS]
+
+
 def many_rows_keys(output: str, may_split: bool = False) -> list[GemmKey]:
     """Every key of a type of result: a batch may have any size."""
-    keys = [*dict.fromkeys(tile.key for tile in (*TILES, *GROUPED_TILES, *(SPLIT_TILES if may_split else ())))]
+    splits = (*SPLIT_TILES, *MEDIUM_SPLIT_TILES) if may_split else ()
+    keys = [*dict.fromkeys(tile.key for tile in (*TILES, *WIDE_TILES, *GROUPED_TILES, *MEDIUM_TILES, *splits))]
     keys += [CO_RESIDENT[key] for key in keys if key in CO_RESIDENT]
+    if may_split and output != "e4m3":
+        few = dict.fromkeys(CO_RESIDENT.get(tile.key, tile.key) for tile in (*TILES, *SPLIT_TILES))
+        keys += halved(few)
     return [with_output(key, output) for key in keys if has_result(key, output)]
 
 
 def many_bf16_rows_keys(output: str) -> list[GemmKey]:
     """The same for bf16 operands."""
-    return [with_output(tile.key, output) for tile in BF16_TILES]
+    keys = [tile.key for tile in BF16_TILES]
+    return [with_output(key, output) for key in (*keys, *halved(keys))]
 
 
 def layer_gemms(config: ModelConfig, tp: int) -> list[tuple[str, str, int, int, int]]:

@@ -109,18 +109,17 @@ class Call:
             sizes, strides = (self.columns, self.rows, self.groups), (self.groups * self.out_row, self.out_row)
             out_map = TensorMap(self.out - memory.BASE, sizes, strides, (64, 16, 1), 2, 128)
             maps[PARAMETERS + own.parameters[4].offset] = out_map
-        has_halves = isinstance(key, GemmKey) and key.has_halves
+        has_halves = isinstance(key, GemmKey) and key.halves
         if has_halves:
             _, count, row = a.shape
-            half, apart = HALF_ROWS, max(count - HALF_ROWS, 1)
-            sizes, strides = (row // width, half, 2, self.groups), (row, apart * row, count * row)
-            base = maps[PARAMETERS + own.parameters[0].offset].base
-            halves = TensorMap(base, sizes, strides, (CHUNK_BYTES // width, half, 2, 1), width, 128)
-            maps[PARAMETERS + own.parameters[4].offset] = halves
+            sizes, strides = (row // width, HALF_ROWS, 2, self.groups), (row, (count - HALF_ROWS) * row, count * row)
+            of_rows = PARAMETERS + own.parameters[0].offset
+            box = CHUNK_BYTES // width, HALF_ROWS, 2, 1
+            maps[of_rows] = TensorMap(maps[of_rows].base, sizes, strides, box, width, 128)
         blocks, padded = activation_scale_shape(self.rows, self.groups * self.columns)
         self.out_scale = memory.reserve(blocks * padded * 4) if key.output == "e4m3" else 0
-        values: list[Any] = [bytes(128), bytes(12)] * (3 if is_staged else 2)
-        values += [bytes(128), bytes(8)] * has_halves + [bytes(1), bytes(1)]
+        values: list[Any] = [bytes(128), bytes(8 if has_halves else 12)]
+        values += [bytes(128), bytes(12)] * (2 if is_staged else 1) + [bytes(1), bytes(1)]
         if key.operands == "e4m3":
             values += [memory.put(a_scale), 4, a_scale[0].nbytes, self.rows * 4]
             values += [memory.put(b_scale), b_scale[0].nbytes, self.chunks * 4, 4]
@@ -186,7 +185,7 @@ class Call:
         rows = np.arange(self.rows)
         height = key.tokens if isinstance(key, SwapAbKey) else key.rows
         first_rows = self.first_rows(key)
-        if isinstance(key, GemmKey) and key.has_halves and HALF_ROWS < self.rows < BOX_ROWS:
+        if isinstance(key, GemmKey) and key.halves:
             first_rows, height = [0, self.rows - HALF_ROWS], HALF_ROWS
         times = sum(((first <= rows) & (rows < first + height)).astype(int) for first in first_rows)
         assert (written[..., :used] == times[:, None, None]).all()
@@ -222,7 +221,8 @@ CASES: dict[str, tuple[Key, Call, int]] = {
     "two blocks of columns, splits": (gemm("e4m3", "fp32", 128, 96, 2), Call(40, 1, 272, 9, seed=21), 3),
     "bf16, four splits": (gemm("bf16", "fp32", 128, 128, 4), Call(100, 1, 144, 13, seed=4), 2),
     "bf16, 96 columns": (gemm("bf16", "fp32", 64, 96, 1), Call(70, 1, 200, 5, seed=17), 1),
-    "halves across each other": (gemm("e4m3", "bf16", 64, 64, 2), Call(33, 2, 80, 7, seed=22), 4),
+    "halves across each other": (gemm("e4m3", "bf16", 64, 64, 2, halves=True), Call(33, 2, 80, 7, seed=22), 4),
+    "bf16, halves": (gemm("bf16", "fp32", 64, 32, 1, halves=True), Call(51, 1, 40, 5, seed=23), 1),
     "bf16, 96 columns, two splits": (gemm("bf16", "bf16", 64, 96, 2), Call(40, 1, 200, 7, seed=18), 3),
     "bf16, whole": (gemm("bf16", "bf16", 64, 32, 1), Call(70, 1, 40, 5, seed=6), 1),
     "swapped": (swap_ab("e4m3", "bf16", 8, 1, False), Call(5, 2, 72, 3, seed=7), 1),

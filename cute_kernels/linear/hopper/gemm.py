@@ -139,6 +139,8 @@ class GemmKey(KernelKey):
                  other stores; 0, or where the CTA has a single work tile: together
     staged       a bf16 result goes out through shared memory, while the next work tile is multiplied
     squares      the sums of the squares of a staged result are stored as well, for each row and 128 columns
+    halves       for calls of fewer rows than the work tile's 64 and more than half as many: it consists of their first
+                 32 and of their last ones, so that there are none beyond. Not of an e4m3 result, which has scales there
     """
 
     kernel_name: ClassVar[str] = "linear.hopper.gemm"
@@ -154,6 +156,7 @@ class GemmKey(KernelKey):
     lag: int = 0
     staged: bool = False
     squares: bool = False
+    halves: bool = False
 
     @property
     def waves(self) -> int:
@@ -162,12 +165,6 @@ class GemmKey(KernelKey):
     @property
     def threads(self) -> int:
         return (self.warpgroups + 1) * wgmma.WARPGROUP
-
-    @property
-    def has_halves(self) -> bool:
-        """Whether there is a copy for fewer rows than its work tile has, but more than half as many. An e4m3 result has
-        scales of rows beyond the last one, too."""
-        return self.rows == BOX_ROWS and self.output != "e4m3"
 
     @property
     def stage_bytes(self) -> int:
@@ -392,6 +389,7 @@ class GemmKernel:
         self.name = (
             f"gemm_{key.operands}_{key.output}_{key.rows}x{key.columns}_w{key.warpgroups}s{key.stages}d{key.depth}k{key.splits}"
             + "_squares" * key.squares
+            + "_halves" * key.halves
         )
 
     @cute.jit
@@ -423,7 +421,6 @@ class GemmKernel:
         kernel = self.kernel(
             *self.tma_atoms(a, b),
             *(self.result_atom(out) if const_expr(self.key.staged) else (None, None, None)),
-            self.halves_atom(a) if const_expr(self.key.has_halves) else None,
             *(wgmma.make_mma(self.operand, self.warpgroups, self.columns) for _ in range(2)),
             *scales,
             Strided.of(out),
@@ -450,22 +447,22 @@ class GemmKernel:
         a_tiles = wgmma.swizzled_tiles(self.operand, self.rows, self.stages)
         b_tiles = wgmma.swizzled_tiles(self.operand, self.columns, self.stages)
         # both as [rows, K, groups]
-        a_view = cute.make_tensor(a.iterator, cute.select(a.layout, mode=[0, 2, 1]))
         b_view = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
         load = cpasync.CopyBulkTensorTileG2SOp()
         box = wgmma.swizzled_tiles(self.operand, BOX_ROWS, 1)
-        a_copy, a_source = cpasync.make_tiled_tma_atom(load, a_view, box, (BOX_ROWS, self.chunk))
+        a_copy, a_source = cpasync.make_tiled_tma_atom(load, self.rows_of(a), box, (BOX_ROWS, self.chunk))
         b_copy, b_source = cpasync.make_tiled_tma_atom(load, b_view, b_tiles, (self.columns, self.chunk))
         return a_copy, a_source, b_copy, b_source, a_tiles, b_tiles
 
-    def halves_atom(self, a: Any) -> tuple[Any, Any]:
-        """The copy of the first HALF_ROWS rows and of the last ones, which lie across them, and what it reads."""
+    def rows_of(self, a: Any) -> Any:
+        """`a` as [rows, K, groups]. Halves of a work tile that lie across each other are what a copy finds at a stride
+        that is no multiple of the rows'."""
+        if not self.key.halves:
+            return cute.make_tensor(a.iterator, cute.select(a.layout, mode=[0, 2, 1]))
+        row, group, _ = a.stride
         shape = (HALF_ROWS, 2), length(a, 2), length(a, 1)
-        apart = a.stride[0] * cutlass.max(length(a, 0) - HALF_ROWS, 1)
-        view = cute.make_tensor(a.iterator, cute.make_layout(shape, stride=((a.stride[0], apart), 1, a.stride[1])))
-        box = wgmma.swizzled_tiles(self.operand, BOX_ROWS, 1)
-        copy, source = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, box, (BOX_ROWS, self.chunk))
-        return copy, source
+        apart = row * cutlass.max(length(a, 0) - HALF_ROWS, 1)
+        return cute.make_tensor(a.iterator, cute.make_layout(shape, stride=((row, apart), 1, group)))
 
     def result_atom(self, out: Any) -> tuple[Any, ...]:
         """The copy of a warp's 16 rows of 64 columns, where it writes, and what it reads."""
@@ -493,31 +490,9 @@ class GemmKernel:
         return copy, source, a, cutlass.max(cutlass.min(whole, self.rows) - BOX_ROWS, 0)
 
     @cute.jit
-    def is_halved(self, rows: Any) -> Any:
-        """Whether a work tile's second half are the last rows, which lie across the first half."""
-        found = Boolean(False)
-        if const_expr(self.key.has_halves):
-            found = rows > HALF_ROWS and rows < BOX_ROWS
-        return found
-
-    def box(self, memory: Any, row: Any) -> Any:
-        """Of `a` in shared memory, from a row of all stages' rows on."""
-        place = cute.assume(row * self.chunk, SWIZZLED_ROWS * self.chunk)
-        return cute.make_tensor(memory.iterator + place, wgmma.swizzled_tiles(self.operand, BOX_ROWS, 1).outer)
-
-    @cute.jit
-    def load_halves(self, halves: Any, memory: Any, place: Any, stage: Any, full: Any) -> None:
-        if const_expr(self.key.has_halves):
-            copy, source = halves
-            chunk, group = place
-            target, found = self.partition(copy, source, self.box(memory, stage * self.rows), BOX_ROWS)
-            cute.copy(copy, found[None, 0, chunk, group], target[None, 0], tma_bar_ptr=full)
-
-    @cute.jit
-    def load_rows(self, work: Any, ring: Any, a: Any, halves: Any, rows: Any) -> None:
+    def load_rows(self, work: Any, ring: Any, a: Any) -> None:
         """Fill the ring with `a` of all work tiles' chunks. By one warp."""
         copy, source, memory, last_box = a
-        is_halved = self.is_halved(rows)
         stage, phase = barriers.start()
         tile = work.tiles.coords(work.first, self.rows)
         cute.arch.griddepcontrol_wait()
@@ -528,17 +503,17 @@ class GemmKernel:
                 full = ring.full(stage)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, self.rows * CHUNK_BYTES)
-                if is_halved:
-                    self.load_halves(halves, memory, (work.first_chunk + chunk, group), stage, full)
-                else:
-                    for number_of_box in range_constexpr(self.rows // BOX_ROWS):
-                        row = cutlass.min(Int32(number_of_box * BOX_ROWS), last_box)
-                        rows_of_box = cute.domain_offset((first_row + row, 0, 0), source)
-                        box = self.box(memory, stage * self.rows + row)
-                        target, found = self.partition(copy, rows_of_box, box, BOX_ROWS)
-                        cute.copy(
-                            copy, found[None, 0, work.first_chunk + chunk, group], target[None, 0], tma_bar_ptr=full
-                        )
+                for number_of_box in range_constexpr(self.rows // BOX_ROWS):
+                    row = cutlass.min(Int32(number_of_box * BOX_ROWS), last_box)
+                    place = cute.assume((stage * self.rows + row) * self.chunk, SWIZZLED_ROWS * self.chunk)
+                    box = cute.make_tensor(
+                        memory.iterator + place, wgmma.swizzled_tiles(self.operand, BOX_ROWS, 1).outer
+                    )
+                    rows = source
+                    if const_expr(not self.key.halves):
+                        rows = cute.domain_offset((first_row + row, 0, 0), source)
+                    target, found = self.partition(copy, rows, box, BOX_ROWS)
+                    cute.copy(copy, found[None, 0, work.first_chunk + chunk, group], target[None, 0], tma_bar_ptr=full)
                 stage, phase = barriers.advance(stage, phase, self.stages)
             tile = work.tiles.coords(number + work.step, self.rows)
 
@@ -568,8 +543,8 @@ class GemmKernel:
     def own_row(self, thread: Any, rows: Any) -> Any:
         """A consumer thread's first row, counted from that of the work tile."""
         row = thread // WARP * 16 + thread % WARP // 4
-        if row >= HALF_ROWS and self.is_halved(rows):
-            row += rows - BOX_ROWS
+        if const_expr(self.key.halves):
+            row += rows - BOX_ROWS if row >= HALF_ROWS else 0
         return row
 
     def start_scales(self, scales: Scales, work: Any, tile: Any, own_row: Any, rows: Any, columns: Any) -> None:
@@ -885,7 +860,6 @@ class GemmKernel:
         out_copy: Any,
         out_target: Any,
         out_tiles: Any,
-        halves: Any,
         mma: cute.TiledMma,
         mma_more: cute.TiledMma,
         a_scale: Strided,
@@ -950,7 +924,7 @@ class GemmKernel:
             if warp == self.warpgroups * 4:
                 self.load_weight(work, ring, (b_copy, *self.partition(b_copy, b_source, b, self.columns)))
             elif warp == self.warpgroups * 4 + 1:
-                self.load_rows(work, ring, self.row_copies(a_copy, a_source, a, rows), halves, rows)
+                self.load_rows(work, ring, self.row_copies(a_copy, a_source, a, rows))
             if const_expr(self.splits > 1):
                 cute.arch.cluster_wait()
         else:

@@ -43,6 +43,7 @@ class DualGemmKey(KernelKey):
 
     stages, splits      as of GemmKey, of both products
     depth, bf16_depth   the same of the e4m3 and of the bf16 product
+    halves              as of GemmKey
     """
 
     kernel_name: ClassVar[str] = "linear.hopper.gemm_dual"
@@ -51,13 +52,14 @@ class DualGemmKey(KernelKey):
     depth: int = 1
     bf16_depth: int = 4
     splits: int = 4
+    halves: bool = False
 
     @property
     def products(self) -> tuple[GemmKey, GemmKey]:
         """The e4m3 one, which makes bf16 results, and the bf16 one, which makes fp32 results."""
 
         both: dict[str, Any] = {"rows": ROWS, "columns": COLUMNS, "warpgroups": 1}
-        both |= {"stages": self.stages, "splits": self.splits}
+        both |= {"stages": self.stages, "splits": self.splits, "halves": self.halves}
         return (
             GemmKey(self.arch, operands="e4m3", output="bf16", depth=self.depth, **both),
             GemmKey(self.arch, operands="bf16", output="fp32", depth=self.bf16_depth, **both),
@@ -86,7 +88,10 @@ class DualGemmKernel:
     def __init__(self, key: DualGemmKey) -> None:
         self.key, self.stages, self.splits = key, key.stages, key.splits
         self.fp8, self.bf16 = (GemmKernel(product) for product in key.products)
-        self.name = f"gemm_dual_{ROWS}x{COLUMNS}_s{key.stages}d{key.depth}{key.bf16_depth}k{key.splits}"
+        self.name = (
+            f"gemm_dual_{ROWS}x{COLUMNS}_s{key.stages}d{key.depth}{key.bf16_depth}k{key.splits}"
+            + "_halves" * key.halves
+        )
 
     @cute.jit
     def __call__(
@@ -107,8 +112,6 @@ class DualGemmKernel:
         kernel = self.kernel(
             *self.fp8.tma_atoms(a, b)[:4],
             *self.bf16.tma_atoms(x, x_weight)[:4],
-            self.fp8.halves_atom(a),
-            self.bf16.halves_atom(x),
             *(wgmma.make_mma(Float8E4M3FN, 1, COLUMNS) for _ in range(2)),
             *(wgmma.make_mma(BFloat16, 1, COLUMNS) for _ in range(2)),
             Strided.of(a_scale),
@@ -149,8 +152,6 @@ class DualGemmKernel:
         x_source: cute.Tensor,
         w_copy: cute.CopyAtom,
         w_source: cute.Tensor,
-        halves: Any,
-        x_halves: Any,
         mma: cute.TiledMma,
         mma_more: cute.TiledMma,
         x_mma: cute.TiledMma,
@@ -211,13 +212,13 @@ class DualGemmKernel:
                 if warp == 4:
                     self.bf16.load_weight(work, ring, (w_copy, *self.bf16.partition(w_copy, w_source, w, COLUMNS)))
                 elif warp == 5:
-                    self.bf16.load_rows(work, ring, self.bf16.row_copies(x_copy, x_source, x, rows), x_halves, rows)
+                    self.bf16.load_rows(work, ring, self.bf16.row_copies(x_copy, x_source, x, rows))
             else:
                 work = self.split_of(tiles, number - x_tiles.count, rank, chunks)
                 if warp == 4:
                     self.fp8.load_weight(work, ring, (b_copy, *self.fp8.partition(b_copy, b_source, b, COLUMNS)))
                 elif warp == 5:
-                    self.fp8.load_rows(work, ring, self.fp8.row_copies(a_copy, a_source, a, rows), halves, rows)
+                    self.fp8.load_rows(work, ring, self.fp8.row_copies(a_copy, a_source, a, rows))
             cute.arch.cluster_wait()
         else:
             totals = cute.make_rmem_tensor((COLUMNS // 2,), Float32)
