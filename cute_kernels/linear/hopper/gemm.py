@@ -490,11 +490,10 @@ class GemmKernel:
         return copy, source, a, cutlass.max(cutlass.min(whole, self.rows) - BOX_ROWS, 0)
 
     @cute.jit
-    def load_rows(self, work: Any, ring: Any, a: Any) -> None:
-        """Fill the ring with `a` of all work tiles' chunks. By one warp."""
+    def load_rows(self, work: Any, ring: Any, tile: Any, a: Any) -> None:
+        """Fill the ring with `a` of all work tiles' chunks. By one warp. tile: place of the first one."""
         copy, source, memory, last_box = a
         stage, phase = barriers.start()
-        tile = work.tiles.coords(work.first, self.rows)
         cute.arch.griddepcontrol_wait()
         for number in cutlass.range(work.first, work.tiles.count, work.step, unroll=1):
             group, first_row, _ = tile
@@ -518,12 +517,12 @@ class GemmKernel:
             tile = work.tiles.coords(number + work.step, self.rows)
 
     @cute.jit
-    def load_weight(self, work: Any, ring: Any, b: Any) -> None:
+    def load_weight(self, work: Any, ring: Any, tile: Any, b: Any) -> None:
         """The same of `b`: by another warp, which does not wait for the kernel ahead."""
         copy, target, source = b
         stage, phase = barriers.start()
         for number in cutlass.range(work.first, work.tiles.count, work.step, unroll=1):
-            group, _, column_tile = work.tiles.coords(number, self.rows)
+            group, _, column_tile = tile
             for chunk in cutlass.range(work.chunks, unroll=1):
                 ring.wait_empty(stage, phase)
                 full = ring.full(stage)
@@ -536,6 +535,7 @@ class GemmKernel:
                     tma_bar_ptr=full,
                 )
                 stage, phase = barriers.advance(stage, phase, self.stages)
+            tile = work.tiles.coords(number + work.step, self.rows)
 
     # ---- mainloop
 
@@ -901,6 +901,11 @@ class GemmKernel:
         if warp == self.warpgroups * 4:
             for copy in (a_copy, b_copy):
                 cpasync.prefetch_descriptor(copy)
+        # found while the barriers are made: it is on the way to the first copy
+        first_chunk = rank * chunks // self.splits
+        end_chunk = (rank + 1) * chunks // self.splits
+        work = TileScheduler(tiles, cta // self.splits, ctas // self.splits, first_chunk, end_chunk - first_chunk)
+        tile = tiles.coords(work.first, self.rows)
         if thread == 0:
             # one arrival announces the bytes of either operand; every warp that uses a stage releases it
             ring.initialize(2, self.warpgroups * 4)
@@ -914,17 +919,14 @@ class GemmKernel:
             cute.arch.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_launch_dependents()
 
-        first_chunk = rank * chunks // self.splits
-        end_chunk = (rank + 1) * chunks // self.splits
-        work = TileScheduler(tiles, cta // self.splits, ctas // self.splits, first_chunk, end_chunk - first_chunk)
         wgmma.accumulate(mma_more)
         if warp >= self.warpgroups * 4:
             if const_expr(self.warpgroups > 1):
                 cute.arch.setmaxregister_decrease(REGISTERS[self.warpgroups][0])
             if warp == self.warpgroups * 4:
-                self.load_weight(work, ring, (b_copy, *self.partition(b_copy, b_source, b, self.columns)))
+                self.load_weight(work, ring, tile, (b_copy, *self.partition(b_copy, b_source, b, self.columns)))
             elif warp == self.warpgroups * 4 + 1:
-                self.load_rows(work, ring, self.row_copies(a_copy, a_source, a, rows))
+                self.load_rows(work, ring, tile, self.row_copies(a_copy, a_source, a, rows))
             if const_expr(self.splits > 1):
                 cute.arch.cluster_wait()
         else:
@@ -946,7 +948,6 @@ class GemmKernel:
                     cute.arch.barrier(barrier_id=START, number_of_threads=2 * wgmma.WARPGROUP)
             scales: Any = None
             own_row = self.own_row(thread, rows)
-            tile = work.tiles.coords(work.first, self.rows)
             if const_expr(self.is_fp8):
                 scales = Scales.of_rows(a_scale, b_scale, 2 * self.waves, 2 if SCALE_BLOCK % self.columns else 1)
                 cute.arch.griddepcontrol_wait()

@@ -209,16 +209,20 @@ class DualGemmKernel:
         if warp >= 4:
             if is_bf16:
                 work = self.split_of(x_tiles, number, rank, x_chunks)
+                tile = x_tiles.coords(number, ROWS)
                 if warp == 4:
-                    self.bf16.load_weight(work, ring, (w_copy, *self.bf16.partition(w_copy, w_source, w, COLUMNS)))
+                    self.bf16.load_weight(
+                        work, ring, tile, (w_copy, *self.bf16.partition(w_copy, w_source, w, COLUMNS))
+                    )
                 elif warp == 5:
-                    self.bf16.load_rows(work, ring, self.bf16.row_copies(x_copy, x_source, x, rows))
+                    self.bf16.load_rows(work, ring, tile, self.bf16.row_copies(x_copy, x_source, x, rows))
             else:
                 work = self.split_of(tiles, number - x_tiles.count, rank, chunks)
+                tile = tiles.coords(work.first, ROWS)
                 if warp == 4:
-                    self.fp8.load_weight(work, ring, (b_copy, *self.fp8.partition(b_copy, b_source, b, COLUMNS)))
+                    self.fp8.load_weight(work, ring, tile, (b_copy, *self.fp8.partition(b_copy, b_source, b, COLUMNS)))
                 elif warp == 5:
-                    self.fp8.load_rows(work, ring, self.fp8.row_copies(a_copy, a_source, a, rows))
+                    self.fp8.load_rows(work, ring, tile, self.fp8.row_copies(a_copy, a_source, a, rows))
             cute.arch.cluster_wait()
         else:
             totals = cute.make_rmem_tensor((COLUMNS // 2,), Float32)

@@ -270,13 +270,13 @@ class SwapAbKernel:
     # ---- producer
 
     @cute.jit
-    def load_weights(self, work: Any, ring: Any, weights: Any) -> None:
+    def load_weights(self, work: Any, ring: Any, tile: Any, weights: Any) -> None:
         """Fill the ring with the weights of all work tiles. By warp 8, which does not wait for the kernel ahead: they
-        are constant operands."""
+        are constant operands. tile: place of the first work tile."""
         copy, target, source = weights
         stage, phase = barriers.start()
         for index in cutlass.range(work.count, unroll=1):
-            group, output_tile, _ = work.coords(index)
+            group, output_tile, _ = tile
             for chunk in cutlass.range(work.chunks, unroll=1):
                 ring.wait_empty(stage, phase)
                 full = ring.full(stage)
@@ -289,16 +289,18 @@ class SwapAbKernel:
                     tma_bar_ptr=full,
                 )
                 stage, phase = barriers.advance(stage, phase, self.stages)
+            tile = work.coords(index + 1)
 
     @cute.jit
-    def load_tokens(self, work: Any, ring: Any, memory: Any, scales: Any, scale_sources: Any, tokens: Any) -> None:
+    def load_tokens(
+        self, work: Any, ring: Any, tile: Any, memory: Any, scales: Any, scale_sources: Any, tokens: Any
+    ) -> None:
         """The same of the tokens, and the scales of both. By warp 9, once the kernel ahead has ended."""
         copy, copied, found = memory
         a_scale, b_scale = scale_sources
         lane = cute.arch.lane_idx()
         per_lane = cutlass.const_expr(-(-self.tokens // WARP))
         stage, phase = barriers.start()
-        tile = work.coords(Int32(0))
         cute.arch.griddepcontrol_wait()
         for index in cutlass.range(work.count, unroll=1):
             group, output_tile, token_tile = tile
@@ -588,6 +590,13 @@ class SwapAbKernel:
         if warp == CONSUMER_WARPGROUPS * 4:
             for copy in (weight_copy, token_copy):
                 cpasync.prefetch_descriptor(copy)
+        # found while the barriers are made: it is on the way to the first copy
+        first_chunk = rank * chunks // self.splits
+        end_chunk = (rank + 1) * chunks // self.splits
+        work = TileScheduler(
+            cluster, tiles, clusters, output_tiles, token_tile_count, first_chunk, end_chunk - first_chunk
+        )
+        tile = work.coords(Int32(0))
         if thread == 0:
             # one arrival announces the bytes of the weights, one those of the tokens, one per lane its scales
             ring.initialize(2 + (WARP if self.is_fp8 else 0), 4 * self.warpgroups)
@@ -602,16 +611,11 @@ class SwapAbKernel:
             cute.arch.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_launch_dependents()
 
-        first_chunk = rank * chunks // self.splits
-        end_chunk = (rank + 1) * chunks // self.splits
-        work = TileScheduler(
-            cluster, tiles, clusters, output_tiles, token_tile_count, first_chunk, end_chunk - first_chunk
-        )
         wgmma.accumulate(mma_more)
         if warp >= CONSUMER_WARPGROUPS * 4:
             if warp == CONSUMER_WARPGROUPS * 4:
                 self.load_weights(
-                    work, ring, (weight_copy, *self.partition(weight_copy, weight_source, weights, self.outputs))
+                    work, ring, tile, (weight_copy, *self.partition(weight_copy, weight_source, weights, self.outputs))
                 )
                 self.wait_for_cluster()
             else:
@@ -619,6 +623,7 @@ class SwapAbKernel:
                 self.load_tokens(
                     work,
                     ring,
+                    tile,
                     (token_copy, *self.partition(token_copy, token_source, token_rows, self.tokens)),
                     scales,
                     (a_scale, b_scale),
