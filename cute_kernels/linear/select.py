@@ -226,8 +226,9 @@ SQUARES_TILES = tuple(
 
 
 def has_result(key: GemmKey, output: str) -> bool:
-    """Whether the kernel can make such a result: a row of e4m3 codes has a scale for 128 columns, by one CTA."""
-    return output != "e4m3" or (key.columns == SCALE_BLOCK and key.splits <= 2)
+    """Whether the kernel can make such a result: a row of e4m3 codes has a scale for 128 columns, by one CTA, and there
+    are scales of rows beyond the last."""
+    return output != "e4m3" or (key.columns == SCALE_BLOCK and key.splits <= 2 and not key.halves)
 
 
 def with_output(key: GemmKey, output: str) -> GemmKey:

@@ -7,6 +7,8 @@ the sum of the products' magnitudes; bits depend neither on the tile nor on the 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,15 +32,19 @@ pytestmark = [
 ]
 
 KEYS = select.many_rows_keys("bf16")
-SPLITS = [key for key in select.many_rows_keys("bf16", may_split=True) if key not in KEYS]
+ALL = select.many_rows_keys("bf16", may_split=True)
+SPLITS = [key for key in ALL if key not in KEYS and not key.halves]
 """With K cut, or of CTAs that share a multiprocessor."""
+HALVED = [key for key in ALL if key.halves]
+"""Of rows that come as halves."""
 
 
 def name(key: GemmKey) -> str:
-    return f"{key.operands}_{key.output}_{key.rows}x{key.columns}_s{key.stages}k{key.splits}"
+    return f"{key.operands}_{key.output}_{key.rows}x{key.columns}_s{key.stages}k{key.splits}" + "_halves" * key.halves
 
 
-BF16 = [key for output in ("fp32", "bf16") for key in select.many_bf16_rows_keys(output)]
+ALL_BF16 = [key for output in ("fp32", "bf16") for key in select.many_bf16_rows_keys(output)]
+BF16 = [key for key in ALL_BF16 if not key.halves]
 """Of bf16 operands."""
 
 
@@ -131,6 +137,30 @@ def test_other_results(key: GemmKey, tokens: int, groups: int, outputs: int, k: 
     assert torch.equal(codes.view(torch.uint8).cpu(), want)
     assert torch.equal(scale[:, :tokens].t().cpu(), numerics.ue8m0_scale(byte).float().reshape(tokens, -1))
     assert not scale[:, tokens:].any()
+
+
+@pytest.mark.parametrize("key", [*HALVED, *(key for key in ALL_BF16 if key.halves)], ids=name)
+@pytest.mark.parametrize("tokens", [33, 46, 63])
+def test_halves_leave_the_bits_of_whole_work_tiles(key: GemmKey, tokens: int) -> None:
+    """Of rows that lie in both halves as well; nothing outside is written. Of several groups, too."""
+    groups, outputs, k = 1 if key.operands == "bf16" else 2, 208, 1160 if key.operands == "bf16" else 1152
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[key.output]
+    want, whole = nan(tokens, groups, outputs, dtype=dtype), nan(tokens + 2, groups, outputs + 16, dtype=dtype)
+    out = whole[1:-1, :, 8:-8]
+    if key.operands == "bf16":
+        g = torch.Generator(device="cuda").manual_seed(tokens)
+        a, b = (torch.randn(count, k, device="cuda", generator=g).bfloat16() for count in (tokens, outputs))
+        launch = partial(run_bf16, a=a, b=b)
+    else:
+        launch = partial(run, call=Call.make(tokens, groups, outputs, k, seed=tokens))
+    launch(replace(key, halves=False), out=want if key.operands == "e4m3" else want[:, 0])
+    for use_pdl in (False, True):
+        out.fill_(float("nan"))
+        launch(key, out=out if key.operands == "e4m3" else out[:, 0], use_pdl=use_pdl)
+        assert torch.equal(bits(out.contiguous()), bits(want))
+    assert not want.isnan().any()
+    whole[1:-1, :, 8:-8] = float("nan")
+    assert whole.isnan().all()
 
 
 @pytest.mark.parametrize("key", [*KEYS, *SPLITS], ids=name)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -172,7 +173,33 @@ def test_k_is_cut_for_many_rows_where_work_tiles_are_few() -> None:
                     else:
                         assert ctas == min(tiles, select.MULTIPROCESSORS)
                     assert select.many_rows(*shape)[0].splits == 1
-    assert used == {(tile.key.rows, tile.key.columns, tile.key.splits) for tile in select.SPLIT_TILES}
+    splits = *select.SPLIT_TILES, *select.MEDIUM_SPLIT_TILES
+    assert used == {(tile.key.rows, tile.key.columns, tile.key.splits) for tile in splits}
+
+
+@pytest.mark.parametrize("rows", [33, 40, 47, 48, 63, 64])
+def test_rows_of_half_a_box_and_more_come_as_halves(rows: int) -> None:
+    """By the work tile of 64 rows that 64 rows take, where nothing lies beyond the last row of a result."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from cute_kernels.linear import launch as calls
+    from cute_kernels.linear import select
+    from cute_kernels.models import MODELS
+
+    for model in MODELS.values():
+        for operands, output, groups, outputs, k in select.layer_gemms(model, 8):
+            is_halved = rows < 48 and groups == 1 and output != "e4m3"
+            if operands == "bf16":
+                key, whole = (select.many_bf16_rows(output, n, outputs, k // 64)[0] for n in (rows, 64))
+                assert key in calls.bf16_keys(model, 8, "sm_90a")
+            else:
+                key, whole = (
+                    select.many_rows(output, n, groups, outputs, k // 128, may_split=True)[0] for n in (rows, 64)
+                )
+                assert key in calls.fp8_keys(model, 8, "sm_90a")
+            if is_halved:
+                assert key == replace(whole, halves=True)
+            assert key.halves == is_halved
+            assert not select.many_rows("bf16", rows, groups, outputs, k // 128)[0].halves
 
 
 def test_rows_that_end_within_a_box_take_the_kernel_of_whole_boxes() -> None:
