@@ -334,11 +334,17 @@ def runner(key: Key, call: Call) -> Callable[..., None]:
 
 GEMM = gemm("e4m3", "fp32", 64, 32, 2, stages=2)
 BF16 = gemm("bf16", "fp32", 64, 32, 4, stages=2, depth=1)
+BF16_WHOLE = gemm("bf16", "fp32", 64, 32, 1, stages=2, depth=2)
 SWAP_AB = swap_ab("e4m3", "fp32", 32, 2, False)
 
 ORDERED: dict[str, tuple[Key, Callable[..., None], Callable[..., None]]] = {
     "gemm": (GEMM, runner(GEMM, Call(9, 1, 32, 30, seed=12)), runner(GEMM, Call(9, 1, 32, 11, seed=12))),
     "bf16": (BF16, runner(BF16, Call(9, 1, 32, 16, seed=13)), runner(BF16, Call(9, 1, 32, 6, seed=13))),
+    "bf16, whole": (
+        BF16_WHOLE,
+        runner(BF16_WHOLE, Call(9, 1, 64, 5, seed=20)),
+        runner(BF16_WHOLE, Call(9, 1, 64, 3, seed=20)),
+    ),
     "swap_ab": (SWAP_AB, runner(SWAP_AB, Call(20, 1, 256, 18, seed=14)), runner(SWAP_AB, Call(20, 1, 128, 6, seed=14))),
     "staged": (STAGED, run_staged, run_staged),
 }

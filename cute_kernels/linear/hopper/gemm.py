@@ -604,22 +604,22 @@ class GemmKernel:
         sums = wgmma.accumulators(mma, self.rows, self.columns)
         sums.fill(0.0)
         stage, phase = place
-        for _ in cutlass.range(chunks // self.depth, unroll=1):
-            used = []
-            for _i in range_constexpr(self.depth):
-                ring.wait_full(stage, phase)
-                wgmma.multiply(mma_more, mma_more, sums, consumer, a, b, stage)
-                used.append(stage)
-                stage, phase = barriers.advance(stage, phase, self.stages)
-            for i in range_constexpr(self.depth):
-                wgmma.wait(self.depth - 1 - i)
-                self.release(ring, used[i], lane)
-        for _ in cutlass.range(chunks % self.depth, unroll=1):
+        oldest = stage
+        most = const_expr(self.depth - 1)
+        for number in cutlass.range(chunks, unroll=1):
             ring.wait_full(stage, phase)
             wgmma.multiply(mma_more, mma_more, sums, consumer, a, b, stage)
-            wgmma.wait(0)
-            self.release(ring, stage, lane)
+            # a chunk stays under way where the loop goes round, and the tensor cores have no pause
+            wgmma.wait(most)
+            if number >= most:
+                self.release(ring, oldest, lane)
+                oldest, _ = barriers.advance(oldest, phase, self.stages)
             stage, phase = barriers.advance(stage, phase, self.stages)
+        if const_expr(most > 0):
+            wgmma.wait(0)
+            for _ in cutlass.range(cutlass.min(chunks, most), unroll=1):
+                self.release(ring, oldest, lane)
+                oldest, _ = barriers.advance(oldest, phase, self.stages)
         for i in range_constexpr(self.columns // 2):
             totals[i] = sums[i]
         return stage, phase
