@@ -568,7 +568,7 @@ def hoppers_gemms() -> Iterator[Row]:
             keys.append(select_gemm.with_output(key, output))
     for key in keys:
         chunks = SCALED_CHUNKS + 1 if key.operands == "e4m3" else 1
-        ptx = {r"\bwgmma\.mma_async\.": 4 * key.waves * chunks}
+        ptx = {r"\bwgmma\.mma_async\.": 4 * chunks}
         has = {r"\bsetmaxnreg\.": key.warpgroups > 1, r"st\.async": key.splits > 1}
         present = tuple(name for name, is_there in has.items() if is_there)
         absent = "|".join(name for name, is_there in has.items() if not is_there)

@@ -52,7 +52,7 @@ def test_the_assembler_waits_for_no_product_on_its_own(key: GemmKey) -> None:
     order = report.in_sass.findall(r"[QH]GMMA|WARPGROUP\.DEPBAR")
     product = "QGMMA" if key.operands == "e4m3" else "HGMMA"
     multiply, wait = [product] * 4, ["WARPGROUP.DEPBAR"]
-    alone = (multiply + wait) * key.waves
+    alone = multiply + wait
     if key.operands == "bf16":
         # in the loop, with chunks under way where it goes round, and behind it
         assert order == multiply + wait * 2
