@@ -10,8 +10,8 @@ and the one 8 below; of every 8 columns it holds 2 (t % 4) and the next one:
     column     c         c + 1         c             c + 1      8 more
 
 A warpgroup may start several products before it waits for the first. It has to wait for all of them before a loop goes
-round: the assembler does not follow accumulators that are in flight across a branch back, and then waits after each
-instruction instead (its remark C7514).
+round, unless the loop does nothing with accumulators but add products to them: the assembler does not follow others
+that are in flight across a branch back, and then waits after each instruction instead (its remark C7514).
 """
 
 from __future__ import annotations

@@ -128,11 +128,10 @@ TILES: tuple[Tile, ...] = (
     Tile(GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4), 0.238, 0.4),
     Tile(GemmKey(HOPPER, rows=64, warpgroups=1, stages=8, depth=2), 0.344, 0.5),
     Tile(GemmKey(HOPPER, rows=128, columns=64, stages=8, depth=2), 0.328, 0.5),
-    Tile(GemmKey(HOPPER, rows=128, stages=5, depth=2, staged=True), 0.420, 0.75),
-    Tile(GemmKey(HOPPER, rows=192, warpgroups=3, stages=4, staged=True), 0.630, 1.25),
-    Tile(GemmKey(HOPPER, rows=256, stages=3, staged=True, lag=1), 0.820, 2.0),
+    Tile(GemmKey(HOPPER, rows=128, stages=6, depth=2, staged=True), 0.440, 0.55),
+    Tile(GemmKey(HOPPER, rows=192, warpgroups=3, stages=4, staged=True), 0.660, 0.85),
 )
-"""Fitted to times on an H200 (the last three: perf/log/data/gemm_places_1.txt)."""
+"""Fitted to times on an H200 (the last two: perf/log/data/gemm_flow_1.txt)."""
 
 WIDE_TILES: tuple[Tile, ...] = (
     *TILES[:2],
@@ -146,12 +145,11 @@ WIDE_TILES: tuple[Tile, ...] = (
 GROUPED_TILES: tuple[Tile, ...] = (
     *TILES[:4],
     Tile(GemmKey(HOPPER, rows=128, stages=6, depth=2), 0.460, 0.23, 0.5),
-    Tile(TILES[-3].key, 0.450, 0.3, 1.3),
-    Tile(TILES[-2].key, 0.675, 0.1),
-    Tile(GemmKey(HOPPER, rows=256, stages=4, lag=1), 0.920, 0.76),
+    TILES[-2]._replace(call_us=1.0),
+    TILES[-1],
 )
-"""For grouped weights, whose K is 4096, the last four fitted to the same times. Results that do not go out through
-shared memory leave room for a stage more, and are out sooner behind the last work tile, but later behind the others."""
+"""For grouped weights, whose K is 4096. Results that do not go out through shared memory are out sooner behind the last
+work tile, but later behind the others."""
 
 SPLIT_TILES: tuple[Tile, ...] = (
     Tile(GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=2), 0.239, 2.0),
@@ -172,7 +170,6 @@ MEDIUM_TILES: tuple[Tile, ...] = (
     Tile(WIDE_TILES[-1].key, 0.289, 1.7, 1.9),
     Tile(GROUPED_TILES[4].key, 0.340, 1.5, 3.0),
     Tile(TILES[5].key, 0.729, 0.1, 3.2),
-    Tile(GROUPED_TILES[7].key, 0.888, 1.1, 3.6),
 )
 """For BOX_ROWS to MEDIUM_ROWS rows, fitted to the mean of times back to back and apart of 65 to 256 rows on an H200
 (perf/log/data/gemm_tiles_2.txt): memory binds there, and results are stored directly."""
@@ -208,16 +205,16 @@ beside this one's. Of up to 64 rows: with more, fewer stages bring the operands 
 CO_RESIDENT_ROWS = 64
 
 BF16_TILES: tuple[Tile, ...] = (
-    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=13, depth=4), 0.136, 2.5),
-    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=2), 0.160, 3.0),
-    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=4), 0.106, 5.4),
-    Tile(GemmKey(HOPPER, operands="bf16", rows=128, columns=64, stages=7, depth=2, splits=2), 0.202, 3.5),
-    Tile(GemmKey(HOPPER, operands="bf16", rows=128, columns=96, stages=6, depth=2, splits=2), 0.243, 4.1),
-    Tile(GemmKey(HOPPER, operands="bf16", rows=128, columns=96, stages=7, depth=2), 0.219, 3.7),
-    Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=6, depth=2), 0.292, 3.7),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=13, depth=2), 0.124, 0.5, 2.4),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=12, depth=2, splits=2), 0.150, 2.2),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=64, warpgroups=1, stages=12, depth=2, splits=4), 0.120, 3.5),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=64, columns=80, warpgroups=1, stages=11, depth=2), 0.135, 0.6, 2.6),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=128, columns=80, stages=8, depth=2), 0.247, 0.7, 2.1),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=128, columns=96, stages=7, depth=2), 0.293, 0.8, 1.5),
+    Tile(GemmKey(HOPPER, operands="bf16", rows=128, stages=6, depth=2), 0.390, 1.0, 1.5),
 )
-"""Of bf16 operands, whole and with K cut; chunks have 64 columns. Fitted to times of 128 to 512 rows on an H200, as
-dependents back to back and apart (perf/log/data/gemm_places_1.txt), the one with four splits to those of 64."""
+"""Of bf16 operands, whole and with K cut; chunks have 64 columns. Fitted to times of 64 to 512 rows on an H200, means
+of dependents back to back and of others apart (perf/log/data/gemm_flow_1.txt)."""
 
 SQUARES_TILES = tuple(
     tile._replace(key=replace(tile.key, staged=True, squares=True)) for tile in TILES if tile.key.columns == SCALE_BLOCK
@@ -227,8 +224,10 @@ SQUARES_TILES = tuple(
 
 def has_result(key: GemmKey, output: str) -> bool:
     """Whether the kernel can make such a result: a row of e4m3 codes has a scale for 128 columns, by one CTA, and there
-    are scales of rows beyond the last."""
-    return output != "e4m3" or (key.columns == SCALE_BLOCK and key.splits <= 2 and not key.halves)
+    are scales of rows beyond the last; four lanes exchange bf16 numbers of 32 columns."""
+    if output == "e4m3":
+        return key.columns == SCALE_BLOCK and key.splits <= 2 and not key.halves
+    return output == "fp32" or key.columns % 32 == 0
 
 
 def with_output(key: GemmKey, output: str) -> GemmKey:
@@ -309,7 +308,8 @@ def many_bf16_rows(
 ) -> tuple[GemmKey, int]:
     """The same for bf16 operands. chunks: of 64 columns."""
     is_halved = rows in HALVED_ROWS
-    key, ctas = _soonest(BF16_TILES, rows, 1, outputs, chunks, multiprocessors, is_halved=is_halved)
+    tiles = [tile for tile in BF16_TILES if has_result(tile.key, output)]
+    key, ctas = _soonest(tiles, rows, 1, outputs, chunks, multiprocessors, is_halved=is_halved)
     return with_output(replace(key, halves=is_halved and key.rows == BOX_ROWS), output), ctas
 
 
@@ -336,9 +336,10 @@ def many_rows_keys(output: str, may_split: bool = False) -> list[GemmKey]:
 
 
 def many_bf16_rows_keys(output: str) -> list[GemmKey]:
-    """The same for bf16 operands."""
-    keys = [tile.key for tile in BF16_TILES]
-    return [with_output(key, output) for key in (*keys, *halved(keys))]
+    """The same for bf16 operands. Few rows of layers' weights have their K cut."""
+    keys = [tile.key for tile in BF16_TILES if has_result(tile.key, output)]
+    few = halved(key for key in keys if key.splits > 1)
+    return [with_output(key, output) for key in (*keys, *few)]
 
 
 def layer_gemms(config: ModelConfig, tp: int) -> list[tuple[str, str, int, int, int]]:

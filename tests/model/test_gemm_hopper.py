@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.isa_probes.meaning import TensorMap
-from cute_kernels.linear.hopper.gemm import BAND_ROWS, BOX_ROWS, HALF_ROWS, START, GemmKey
+from cute_kernels.linear.hopper.gemm import BAND_ROWS, BOX_ROWS, HALF_ROWS, GemmKey
 from cute_kernels.linear.hopper.gemm_swap_ab import SwapAbKey
 from cute_kernels.linear.ops import activation_scale_shape, quantize_fp8_1x128
 from cute_kernels.linear.scales import ROW_ALIGNMENT
@@ -225,6 +225,7 @@ CASES: dict[str, tuple[Key, Call, int]] = {
     "bf16, halves": (gemm("bf16", "fp32", 64, 32, 1, halves=True), Call(51, 1, 40, 5, seed=23), 1),
     "bf16, 96 columns, two splits": (gemm("bf16", "bf16", 64, 96, 2), Call(40, 1, 200, 7, seed=18), 3),
     "bf16, whole": (gemm("bf16", "bf16", 64, 32, 1), Call(70, 1, 40, 5, seed=6), 1),
+    "bf16, 80 columns": (gemm("bf16", "fp32", 128, 80, 1, stages=4), Call(130, 1, 200, 9, seed=2), 1),
     "swapped": (swap_ab("e4m3", "bf16", 8, 1, False), Call(5, 2, 72, 3, seed=7), 1),
     "swapped, splits": (swap_ab("e4m3", "fp32", 16, 4, False), Call(21, 1, 136, 5, seed=8), 2),
     "swapped, more splits than blocks": (swap_ab("bf16", "bf16", 16, 6, False), Call(9, 1, 200, 13, seed=9), 1),
@@ -262,8 +263,8 @@ def test_codes_are_those_of_the_rounded_result(key: Key, rows: int, clusters: in
     assert not got[:, rows:].any()
 
 
-STAGED = gemm("e4m3", "bf16", 128, 128, 1, stages=3, depth=1, lag=1, staged=True, squares=True)
-"""A result that leaves through shared memory, by two warpgroups one behind the other, and its sums of squares."""
+STAGED = gemm("e4m3", "bf16", 128, 128, 1, stages=3, depth=1, staged=True, squares=True)
+"""A result that leaves through shared memory, and its sums of squares."""
 
 
 def run_staged(own: Program, rows: int = 128, **options: Any) -> None:
@@ -334,11 +335,17 @@ def runner(key: Key, call: Call) -> Callable[..., None]:
 
 GEMM = gemm("e4m3", "fp32", 64, 32, 2, stages=2)
 BF16 = gemm("bf16", "fp32", 64, 32, 4, stages=2, depth=1)
+BF16_WHOLE = gemm("bf16", "fp32", 64, 32, 1, stages=2, depth=2)
 SWAP_AB = swap_ab("e4m3", "fp32", 32, 2, False)
 
 ORDERED: dict[str, tuple[Key, Callable[..., None], Callable[..., None]]] = {
     "gemm": (GEMM, runner(GEMM, Call(9, 1, 32, 30, seed=12)), runner(GEMM, Call(9, 1, 32, 11, seed=12))),
     "bf16": (BF16, runner(BF16, Call(9, 1, 32, 16, seed=13)), runner(BF16, Call(9, 1, 32, 6, seed=13))),
+    "bf16, whole": (
+        BF16_WHOLE,
+        runner(BF16_WHOLE, Call(9, 1, 64, 5, seed=20)),
+        runner(BF16_WHOLE, Call(9, 1, 64, 3, seed=20)),
+    ),
     "swap_ab": (SWAP_AB, runner(SWAP_AB, Call(20, 1, 256, 18, seed=14)), runner(SWAP_AB, Call(20, 1, 128, 6, seed=14))),
     "staged": (STAGED, run_staged, run_staged),
 }
@@ -351,7 +358,6 @@ IMPLIED = {
         "bar",
     ): "another one, or products that all of the warp wait for, come before the arrival",
     ("no barrier", "barrier"): "the cluster's: of its warps only those have to wait that send something",
-    ("no barrier", "bar"): "the one that a warpgroup waits at before it begins: it only makes it later",
 }
 """What a replay rightly does not find, and of which instructions, as something else keeps the same order -> what."""
 
@@ -378,9 +384,6 @@ def test_bugs_in_the_order_are_found(name: str) -> None:
     missed = [mutant for mutant in planted if not mutations.problems(trace(name), mutant)]
     assert len(planted) > 25
     assert {(mutant.name, ops[mutant.op].parts[0]) for mutant in missed} <= set(IMPLIED)
-    assert [mutant.op for mutant in missed if mutant.name == "no barrier" and ops[mutant.op].parts[0] == "bar"] == [
-        op.number for op in ops if op.text.startswith(f"bar.sync {START},")
-    ]
     waits = [op.number for op in ops if op.opcode == "barrier.cluster.wait"]
     assert len([mutant for mutant in missed if mutant.op in waits]) == max(len(waits) - 1, 0)
 

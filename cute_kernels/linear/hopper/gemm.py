@@ -8,8 +8,7 @@ chunk with about 14 bits, its products are scaled and added to fp32 totals (prom
 tensor cores work for another, or on the next of its own `depth` chunks. Scales, which may lie anywhere, go from memory
 to the registers of those who promote.
 
-    warps 0 .. 4 W - 1    W consumer warpgroups: wgmma, promotion, epilogue. Warpgroup w has the M block of 64 rows from
-                          64 w on, and with more `waves` those 64 W rows further on, one product after the other
+    warps 0 .. 4 W - 1    W consumer warpgroups: wgmma, promotion, epilogue. Warpgroup w has the 64 rows from 64 w on
     warp 4 W              producer of `b`, a constant operand, which with PDL comes before the kernel ahead has ended
     warp 4 W + 1          producer of `a`, behind its griddepcontrol.wait: where there is nothing to wait for, both come
                           at the same pace, and the first rows do not queue behind a ring full of `b`
@@ -20,8 +19,6 @@ to the registers of those who promote.
     barrier     full                                  empty                              waits for full, for empty
     ring        a chunk of a and b (TMA bytes)        consumer warps' products are done  consumers, producers
     received    all splits' shares (with splits)      none: one work tile a cluster      consumers
-    START       (named) warpgroup 0 is `lag` chunks ahead, and warpgroup 1 begins: one stores while the other multiplies
-                (once, at a CTA's first work tile)
 
     epilogue    what a consumer does with the totals in its registers
     bf16, fp32  --> gmem
@@ -33,8 +30,8 @@ bf16 operands have no scales: the tensor cores add up all chunks, of 64 columns,
 
 What binds is shared memory, which moves 128 bytes a clock, then the power of the chip. A product of 64 x 128 reads 24
 KB of it in the 256 clocks that it takes, and the copies of the operands write (rows + columns) * 128 bytes in
-rows * columns / 32 clocks. To multiply all the time a tile of 128 x 128 would need 160 bytes a clock and one of
-256 x 128 144: the tensor cores are busy 80% and 89% of the time at most. So tiles are large.
+rows * columns / 32 clocks. To multiply all the time a tile of 128 x 128 would need 160 bytes a clock, a smaller one
+more: so tiles are large.
 
 Where there are fewer work tiles than multiprocessors K is cut (`splits`): the CTAs of a cluster have a split of one
 work tile each, and send their totals to each other. Each adds up a share of the tile, split by split, and stores it:
@@ -51,8 +48,7 @@ there are fewer, boxes of 64 rows (what a copy of `a` brings) that reach further
 Every key without splits adds the chunks of a row in the same order, so a row's bits do not depend on what else is in
 the batch. With splits they depend on how K is cut. A cluster meets once, before sums are sent.
 
-Tiles of 256 x 128 with two waves are known from DeepGEMM, split-K through distributed shared memory from DeepGEMM and
-CUTLASS.
+Split-K through distributed shared memory is known from DeepGEMM and CUTLASS.
 """
 
 from __future__ import annotations
@@ -98,9 +94,6 @@ multiprocessor. One consumer warpgroup needs no other split than the even one.""
 SHARED_BYTES = 226 * 1024
 """Of a multiprocessor, for two CTAs: each takes 1 KB more for the system."""
 
-START = 1
-"""Barrier that the second warpgroup waits at before its first work tile of several, with `lag`."""
-
 WITHIN_QUAD = 0x1C1F
 """Lanes that a shuffle reads: those of the own four neighbours."""
 
@@ -126,17 +119,15 @@ STAGED_ROWS, STAGED_COLUMNS = 16, 64
 class GemmKey(KernelKey):
     """What distinguishes one compiled kernel from another.
 
-    operands     "e4m3" (with scales) or "bf16", which has one wave, no lag and no squares
+    operands     "e4m3" (with scales) or "bf16", which has no squares
     output       "bf16", "fp32" or "e4m3" (with a scale for each row and 128 columns)
-    rows         of a work tile: 64 * warpgroups * waves
-    columns      of a work tile: 32, 64, 96 or 128; 128 for an e4m3 result
+    rows         of a work tile: 64 * warpgroups
+    columns      of a work tile: 32, 64, 96 or 128; 80 of bf16 operands, for an fp32 result; 128 for an e4m3 one
     warpgroups   that multiply: 1 to 3
     stages       of the ring
-    depth        chunks whose products a warpgroup has under way together; 1 with several waves
+    depth        chunks whose products a warpgroup has under way together
     splits       of K: CTAs of a cluster, 1, 2 or 4; 2 for an e4m3 result, whose scales are those of whole rows. More
-                 than one: one wave, no lag, not staged, and a cluster for each work tile
-    lag          chunks that the second of two warpgroups starts behind the first, so that one multiplies while the
-                 other stores; 0, or where the CTA has a single work tile: together
+                 than one: not staged, and a cluster for each work tile
     staged       a bf16 result goes out through shared memory, while the next work tile is multiplied
     squares      the sums of the squares of a staged result are stored as well, for each row and 128 columns
     halves       for calls of fewer rows than the work tile's 64 and more than half as many: it consists of their first
@@ -144,23 +135,18 @@ class GemmKey(KernelKey):
     """
 
     kernel_name: ClassVar[str] = "linear.hopper.gemm"
-    tuning: ClassVar[tuple[str, ...]] = ("stages", "depth", "lag", "staged")
+    tuning: ClassVar[tuple[str, ...]] = ("stages", "depth", "staged")
     operands: str = "e4m3"
     output: str = "bf16"
-    rows: int = 256
+    rows: int = 128
     columns: int = 128
     warpgroups: int = 2
     stages: int = 4
     depth: int = 1
     splits: int = 1
-    lag: int = 0
     staged: bool = False
     squares: bool = False
     halves: bool = False
-
-    @property
-    def waves(self) -> int:
-        return self.rows // (self.warpgroups * wgmma.ROWS)
 
     @property
     def threads(self) -> int:
@@ -385,7 +371,7 @@ class GemmKernel:
         self.operand: Any = Float8E4M3FN if self.is_fp8 else BFloat16
         self.chunk = CHUNK_BYTES * 8 // self.operand.width
         self.rows, self.columns, self.stages, self.depth = key.rows, key.columns, key.stages, key.depth
-        self.warpgroups, self.waves, self.splits = key.warpgroups, key.waves, key.splits
+        self.warpgroups, self.splits = key.warpgroups, key.splits
         self.name = (
             f"gemm_{key.operands}_{key.output}_{key.rows}x{key.columns}_w{key.warpgroups}s{key.stages}d{key.depth}k{key.splits}"
             + "_squares" * key.squares
@@ -551,9 +537,7 @@ class GemmKernel:
         """Load a consumer thread's first scales of a work tile. Rows and columns beyond the last have none of their
         own; their results are not stored."""
         group, first_row, column_tile = tile
-        first = first_row + own_row
-        apart = [wave * self.warpgroups * wgmma.ROWS + 8 * half for wave in range(self.waves) for half in range(2)]
-        of_rows = [cutlass.min(first + rest, rows - 1) for rest in apart]
+        of_rows = [cutlass.min(first_row + own_row + 8 * half, rows - 1) for half in range(2)]
         column, last = column_tile * self.columns, columns - 1
         blocks = [cutlass.min(column, last) // SCALE_BLOCK]
         quarters = None
@@ -564,32 +548,27 @@ class GemmKernel:
 
     @cute.jit
     def consume(
-        self, mma: Any, ring: Any, operands: Any, scales: Scales, totals: Any, place: Any, work: Any, late: Any
+        self, mma: Any, ring: Any, operands: Any, scales: Scales, totals: Any, place: Any, work: Any
     ) -> tuple[Any, Any]:
         """totals = this thread's results of a work tile. By a consumer warpgroup. Returns its next place in the ring.
 
-        operands   the memory of `a`, a tile of it for each wave of each stage, and of `b`
-        late       before which chunk it lets the second warpgroup start; -1: it does not
+        operands   the memory of `a` and of `b`, by stages
         """
-        wave_rows = self.warpgroups * wgmma.ROWS
-        products = [wgmma.accumulators(mma[0], wave_rows, self.columns) for _ in range(self.depth)]
+        products = [wgmma.accumulators(mma[0], self.rows, self.columns) for _ in range(self.depth)]
         stage, phase = place
-        for total in totals:
-            total.fill(0.0)
+        totals.fill(0.0)
         if work.chunks > 0:
             ring.wait_full(stage, phase)
         whole = work.chunks // SCALED_CHUNKS * SCALED_CHUNKS
         for first in cutlass.range(0, whole, SCALED_CHUNKS, unroll=1):
             chunks = [(first + number, Int32(number)) for number in range(SCALED_CHUNKS)]
-            stage, phase = self.add_chunks(
-                mma, ring, operands, scales, totals, products, (stage, phase), chunks, work, late
-            )
+            stage, phase = self.add_chunks(mma, ring, operands, scales, totals, products, (stage, phase), chunks, work)
         if whole < work.chunks:
             scales.advance(work, whole)
             for chunk in cutlass.range(whole, work.chunks, 1, unroll=1):
                 chunks = [(chunk, chunk - whole)]
                 stage, phase = self.add_chunks(
-                    mma, ring, operands, scales, totals, products[:1], (stage, phase), chunks, work, late
+                    mma, ring, operands, scales, totals, products[:1], (stage, phase), chunks, work
                 )
         return stage, phase
 
@@ -604,22 +583,22 @@ class GemmKernel:
         sums = wgmma.accumulators(mma, self.rows, self.columns)
         sums.fill(0.0)
         stage, phase = place
-        for _ in cutlass.range(chunks // self.depth, unroll=1):
-            used = []
-            for _i in range_constexpr(self.depth):
-                ring.wait_full(stage, phase)
-                wgmma.multiply(mma_more, mma_more, sums, consumer, a, b, stage)
-                used.append(stage)
-                stage, phase = barriers.advance(stage, phase, self.stages)
-            for i in range_constexpr(self.depth):
-                wgmma.wait(self.depth - 1 - i)
-                self.release(ring, used[i], lane)
-        for _ in cutlass.range(chunks % self.depth, unroll=1):
+        oldest = stage
+        most = const_expr(self.depth - 1)
+        for number in cutlass.range(chunks, unroll=1):
             ring.wait_full(stage, phase)
             wgmma.multiply(mma_more, mma_more, sums, consumer, a, b, stage)
-            wgmma.wait(0)
-            self.release(ring, stage, lane)
+            # a chunk stays under way where the loop goes round, and the tensor cores have no pause
+            wgmma.wait(most)
+            if number >= most:
+                self.release(ring, oldest, lane)
+                oldest, _ = barriers.advance(oldest, phase, self.stages)
             stage, phase = barriers.advance(stage, phase, self.stages)
+        if const_expr(most > 0):
+            wgmma.wait(0)
+            for _ in cutlass.range(cutlass.min(chunks, most), unroll=1):
+                self.release(ring, oldest, lane)
+                oldest, _ = barriers.advance(oldest, phase, self.stages)
         for i in range_constexpr(self.columns // 2):
             totals[i] = sums[i]
         return stage, phase
@@ -636,7 +615,6 @@ class GemmKernel:
         place: Any,
         chunks: Any,
         work: Any,
-        late: Any,
     ) -> tuple[Any, Any]:
         """Add chunks to the totals: as many as there are `products` are under way together. Their first one has been
         waited for, and in the end so has the one behind them.
@@ -652,21 +630,14 @@ class GemmKernel:
         under_way: list[Any] = []
         for i in range_constexpr(len(chunks)):
             chunk, number = chunks[i]
-            if const_expr(self.key.lag > 0) and chunk == late:
-                cute.arch.barrier_arrive(barrier_id=START, number_of_threads=2 * wgmma.WARPGROUP)
             if const_expr(len(under_way) > 0):
                 ring.wait_full(stage, phase)
             sums = products[i % depth]
-            wgmma.multiply(*mma, sums, consumer, a, b, stage * self.waves, stage)
+            wgmma.multiply(*mma, sums, consumer, a, b, stage)
             if const_expr(i == 0 and len(chunks) == SCALED_CHUNKS):
                 # the scales are waited for while there is a product under way
                 scales.advance(work, chunk)
-            factors = scales.of_chunk(number)
-            for wave in range_constexpr(1, self.waves):
-                wgmma.wait(0)
-                self.promote(totals[wave - 1], sums, factors[2 * wave - 2 : 2 * wave])
-                wgmma.multiply(*mma, sums, consumer, a, b, stage * self.waves + wave, stage)
-            under_way.append((stage, sums, factors[-2:]))
+            under_way.append((stage, sums, scales.of_chunk(number)))
             stage, phase = barriers.advance(stage, phase, self.stages)
             is_last = const_expr(i == len(chunks) - 1)
             due = const_expr(len(under_way) if is_last else int(len(under_way) == depth))
@@ -678,7 +649,7 @@ class GemmKernel:
                     ring.wait_full(stage, phase)
                 wgmma.wait(len(under_way))
                 self.release(ring, used, lane)
-                self.promote(totals[-1], sums, factors)
+                self.promote(totals, sums, factors)
         return stage, phase
 
     @cute.jit
@@ -697,7 +668,7 @@ class GemmKernel:
 
     @cute.jit
     def store(self, totals: Any, lane: Any, row: Any, tile: Any, result: Any, rows: Any, columns: Any) -> None:
-        """Store the 64 x columns totals of a warpgroup's wave, whose first row of the thread is `row`."""
+        """Store the 64 x columns totals of a warpgroup. row: the thread's first"""
         out = result[0]
         group, _, column_tile = tile
         column = column_tile * self.columns
@@ -815,21 +786,19 @@ class GemmKernel:
         # what it wrote of the work tile before has been read: the lane that had it copied waits
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
-        for wave in range_constexpr(self.waves):
-            of_rows: tuple[list[Any], list[Any]] = ([], [])
-            for half in range_constexpr(across):
-                box = (warp * self.waves + wave) * across + half
-                row = lane % 8 + lane // 8 % 2 * 8
-                for pair in range_constexpr(4):
-                    first = half * 32 + pair * 8
-                    words = [ptx.bf16x2(totals[wave][first + i], totals[wave][first + i + 1]) for i in range(0, 8, 2)]
-                    piece = (pair * 2 + lane // 16) ^ (lane % 8)
-                    ptx.store_matrices(memory + box * 2048 + row * 128 + piece * 16, words)
-                    for i in range_constexpr(4):
-                        of_rows[i % 2].append(words[i])
-            if const_expr(self.key.squares):
-                first = first_row + (wave * (self.warpgroups * 4) + warp) * STAGED_ROWS + lane // 4
-                squares.store(of_rows, first, column_tile, lane, rows_end)
+        of_rows: tuple[list[Any], list[Any]] = ([], [])
+        for half in range_constexpr(across):
+            box = warp * across + half
+            row = lane % 8 + lane // 8 % 2 * 8
+            for pair in range_constexpr(4):
+                first = half * 32 + pair * 8
+                words = [ptx.bf16x2(totals[first + i], totals[first + i + 1]) for i in range(0, 8, 2)]
+                piece = (pair * 2 + lane // 16) ^ (lane % 8)
+                ptx.store_matrices(memory + box * 2048 + row * 128 + piece * 16, words)
+                for i in range_constexpr(4):
+                    of_rows[i % 2].append(words[i])
+        if const_expr(self.key.squares):
+            squares.store(of_rows, first_row + warp * STAGED_ROWS + lane // 4, column_tile, lane, rows_end)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         boxes = cute.local_tile(
@@ -839,11 +808,9 @@ class GemmKernel:
             copy, 0, cute.make_layout(1), cute.group_modes(results, 0, 2), cute.group_modes(boxes, 0, 2)
         )
         with cute.arch.elect_one():
-            for wave in range_constexpr(self.waves):
-                for half in range_constexpr(across):
-                    box = (warp * self.waves + wave) * across + half
-                    rows = wave * (self.warpgroups * 4) + warp
-                    cute.copy(copy, written[None, box], read[None, rows, column_tile * across + half, group])
+            for half in range_constexpr(across):
+                box = written[None, warp * across + half]
+                cute.copy(copy, box, read[None, warp, column_tile * across + half, group])
             cute.arch.cp_async_bulk_commit_group()
 
     # ---- kernel
@@ -933,35 +900,24 @@ class GemmKernel:
             if const_expr(self.warpgroups > 1):
                 cute.arch.setmaxregister_increase(REGISTERS[self.warpgroups][1])
             consumer = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
-            # the same memory as tiles of a wave's rows
-            of_waves = wgmma.swizzled_tiles(self.operand, self.rows // self.waves, self.stages * self.waves)
-            operands = cute.make_tensor(a.iterator, of_waves.outer), b
-            totals = [cute.make_rmem_tensor((self.columns // 2,), Float32) for _ in range(self.waves)]
+            operands = a, b
+            totals = cute.make_rmem_tensor((self.columns // 2,), Float32)
             place = barriers.start()
-            late = Int32(-1)
-            if const_expr(self.key.lag > 0):
-                # a single work tile has none behind it to multiply while its results are stored
-                has_more = work.first + work.step < work.tiles.count
-                if has_more and consumer == 0:
-                    late = cutlass.min(Int32(self.key.lag), work.chunks // self.depth - 1)
-                elif has_more:
-                    cute.arch.barrier(barrier_id=START, number_of_threads=2 * wgmma.WARPGROUP)
             scales: Any = None
             own_row = self.own_row(thread, rows)
             if const_expr(self.is_fp8):
-                scales = Scales.of_rows(a_scale, b_scale, 2 * self.waves, 2 if SCALE_BLOCK % self.columns else 1)
+                scales = Scales.of_rows(a_scale, b_scale, 2, 2 if SCALE_BLOCK % self.columns else 1)
                 cute.arch.griddepcontrol_wait()
                 if work.chunks > 0 and work.first < work.tiles.count:
                     self.start_scales(scales, work, tile, own_row, rows, columns)
             for number in cutlass.range(work.first, work.tiles.count, work.step, unroll=1):
                 following = work.tiles.coords(number + work.step, self.rows)
                 if const_expr(self.is_fp8):
-                    place = self.consume((mma, mma_more), ring, operands, scales, totals, place, work, late)
-                    late = Int32(-1)
+                    place = self.consume((mma, mma_more), ring, operands, scales, totals, place, work)
                     if work.chunks > 0 and number + work.step < work.tiles.count:
                         self.start_scales(scales, work, following, own_row, rows, columns)
                 else:
-                    place = self.consume_bf16((mma, mma_more), ring, operands, totals[0], place, work.chunks)
+                    place = self.consume_bf16((mma, mma_more), ring, operands, totals, place, work.chunks)
                 result = out, out_scale, scale_row, padded_rows
                 row = tile[1] + own_row
                 if const_expr(self.key.staged):
@@ -970,12 +926,10 @@ class GemmKernel:
                     # a CTA ends when all have sent to it
                     cute.arch.cluster_wait()
                     own_received = received + consumer * self.key.received_bytes
-                    self.combine(totals[0], rank, warp, lane, own_received, bars.toint() + consumer * 8)
-                    self.store_share(totals[0], lane, rank, row + rank % 2 * 8, tile, result, rows, columns)
+                    self.combine(totals, rank, warp, lane, own_received, bars.toint() + consumer * 8)
+                    self.store_share(totals, lane, rank, row + rank % 2 * 8, tile, result, rows, columns)
                 else:
-                    for wave in range_constexpr(self.waves):
-                        first = row + wave * self.warpgroups * wgmma.ROWS
-                        self.store(totals[wave], lane, first, tile, result, rows, columns)
+                    self.store(totals, lane, row, tile, result, rows, columns)
                 tile = following
             if const_expr(self.key.staged):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)

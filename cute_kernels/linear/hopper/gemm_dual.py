@@ -241,7 +241,7 @@ class DualGemmKernel:
                 if work.chunks > 0:
                     self.fp8.start_scales(scales, work, tile, own_row, rows, columns)
                 place = barriers.start()
-                self.fp8.consume((mma, mma_more), ring, (a, b), scales, [totals], place, work, Int32(-1))
+                self.fp8.consume((mma, mma_more), ring, (a, b), scales, totals, place, work)
                 row = tile[1] + own_row
                 self.exchange(self.fp8, totals, rank, warp, lane, received, bars, row, tile, out, rows, columns)
 
