@@ -336,10 +336,9 @@ def many_rows_keys(output: str, may_split: bool = False) -> list[GemmKey]:
 
 
 def many_bf16_rows_keys(output: str) -> list[GemmKey]:
-    """The same for bf16 operands. Few rows of layers' weights have their K cut."""
+    """The same for bf16 operands."""
     keys = [tile.key for tile in BF16_TILES if has_result(tile.key, output)]
-    few = halved(key for key in keys if key.splits > 1)
-    return [with_output(key, output) for key in (*keys, *few)]
+    return [with_output(key, output) for key in (*keys, *halved(keys))]
 
 
 def layer_gemms(config: ModelConfig, tp: int) -> list[tuple[str, str, int, int, int]]:
