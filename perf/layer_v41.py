@@ -37,6 +37,7 @@ from cute_kernels.layers.v41_config import CANDIDATE_BLOCK
 from cute_kernels.runtime.record import Cost
 from perf import layer
 from perf.layer import LAYERS, Case, fill_cache, fill_module, paged
+from perf.picks import is_listed, largest, shortfall
 
 OP = "layer_v41"
 MODEL = "v4.1-flash"
@@ -331,15 +332,15 @@ class Run:
         assert self.scores is not None
         assert self.selection is not None
         assert self.visible is not None
-        largest = self.scores.where(self.scores > -torch.inf, 0.0).abs().amax(dim=1)
-        found = shortfall(self.scores, self.selection.picks) / largest
+        most = largest(self.scores)
+        found = shortfall(self.scores, self.selection.picks) / most
         if self.blocks is not None:
             rest = -self.scores.shape[1] % CANDIDATE_BLOCK
             padded = torch.nn.functional.pad(self.scores, (0, rest), value=-torch.inf)
             maxima = padded.unflatten(1, (-1, CANDIDATE_BLOCK)).amax(dim=2)
             newest = (self.visible[:, None].long() - 1) // CANDIDATE_BLOCK
             maxima.scatter_(1, newest, maxima.amax(dim=1, keepdim=True))
-            found = torch.maximum(found, shortfall(maxima, self.blocks) / largest)
+            found = torch.maximum(found, shortfall(maxima, self.blocks) / most)
         return float(found.max())
 
     def moved(self, other: Run) -> int:
@@ -355,23 +356,6 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
     """Relative difference; scores that are -inf count as 0."""
     one, other = (x.double().where(x != -torch.inf, 0.0) for x in (one, other))
     return float((one - other).norm() / other.norm())
-
-
-def is_listed(lists: torch.Tensor, count: int) -> torch.Tensor:
-    """bool [rows, count]: whether a row's list, in which -1 is none, has each of so many numbers."""
-    found = torch.zeros(len(lists), count + 1, dtype=torch.bool, device=lists.device)
-    return found.scatter_(1, torch.where((lists < 0) | (lists > count), count, lists).long(), True)[:, :count]
-
-
-def shortfall(scores: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
-    """By how much the worst pick of each row is below the best that is left out; infinite where there are too few, or
-    one that may not be picked. Scores that are -inf may not be picked."""
-    may_be, is_picked = scores > -torch.inf, is_listed(picks, scores.shape[1])
-    count = may_be.sum(dim=1).clamp(max=picks.shape[1])
-    is_whole = (is_picked.sum(dim=1) == count) & ((picks >= 0).sum(dim=1) == count) & (may_be | ~is_picked).all(dim=1)
-    worst = scores.where(is_picked, torch.inf).amin(dim=1)
-    best = scores.where(may_be & ~is_picked, -torch.inf).amax(dim=1)
-    return torch.where(is_whole, (best - worst).clamp(min=0.0), torch.inf)
 
 
 def rows_of(selection: V41Selection, rows: slice) -> V41Selection:
