@@ -92,27 +92,6 @@ def test_a_step_runs(kind: str, is_own: bool, monkeypatch: pytest.MonkeyPatch) -
         assert case.cache_bytes() > 0
 
 
-SCORES = torch.tensor([[3.0, 1.0, 2.0, -torch.inf, 2.0]])
-
-
-@pytest.mark.parametrize(
-    ("picks", "expected"),
-    [
-        ([0, 2], 0.0),
-        ([0, 4], 0.0),  # of two that tie either
-        ([0, 1], 1.0),
-        ([1, 2], 2.0),
-        ([0, -1], torch.inf),  # one is missing
-        ([0, 0], torch.inf),
-        ([0, 3], torch.inf),  # one that may not be picked
-        ([0, 1, 2, 4, -1], 0.0),
-        ([0, 1, 2, -1, -1], torch.inf),
-    ],
-)
-def test_the_shortfall_of_picks(picks: list[int], expected: float) -> None:
-    assert layer_v41.shortfall(SCORES, torch.tensor([picks])).tolist() == [expected]
-
-
 def reduced_step(monkeypatch: pytest.MonkeyPatch, kind: str, requests: int = 2) -> layer_v41.V41LayerStep:
     monkeypatch.setattr(layer, "DEVICE", "cpu")
     monkeypatch.setattr(layer_v41, "KINDS", SMALL)
