@@ -36,6 +36,7 @@ from cute_kernels.layers.v41_caches import ENTRY_BLOCK_SIZE, RING_ROWS
 from cute_kernels.layers.v41_config import CANDIDATE_BLOCK
 from cute_kernels.runtime.record import Cost
 from perf import layer
+from perf.grid import draw
 from perf.layer import LAYERS, Case, fill_cache, fill_module, paged
 from perf.picks import is_listed, largest, shortfall
 
@@ -127,8 +128,12 @@ def cases(full: bool = False) -> Iterator[V41Case]:
         if kind == "consumer1" or (full and kind.startswith("source")):
             for b in batches:
                 yield V41Case(MODEL, kind, "decode", b, 1, 8192, is_own=True)
-        if full and kind != "draft":
-            yield V41Case(MODEL, kind, "prefill", 1, 2048, 65536)
+        if scores or kind == "window" or (full and kind != "draft"):
+            for context in (0, 65536):
+                for n in (2048, 4096):
+                    yield V41Case(MODEL, kind, "prefill", 1, n, context)
+        for point in draw(f"layer {MODEL} {kind}", 1, b=(2, 256), context=layer.CONTEXTS):
+            yield V41Case(MODEL, kind, "decode", point["b"], rows, point["context"], is_between=True)
 
 
 def build_layers(case: V41Case, longest: int) -> list[DeepseekV41Attention]:
@@ -386,16 +391,20 @@ def least_work(one: DeepseekV41Attention, case: V41Case) -> Cost:
     moved = 2 * numbers + 2 * 2 * tokens * config.hidden_size
     attended = keys = 0
     for rows, length in zip(case.query_lengths(), case.lengths(), strict=True):
-        visible = length // ratio if ratio else 0
-        picked = min(visible, config.index_topk)
-        window = min(length, config.sliding_window) + (case.rows if case.is_draft else 0)
-        attended += rows * (picked + window)
-        behind = 0 if case.is_draft else rows - 1
-        moved += min(visible, rows * picked) * entry_bytes + min(length, window + behind) * window_bytes
-        if one.indexer is not None and visible > config.index_topk:
-            candidates = config.candidate_topk_blocks * config.candidate_block_size
-            scored = min(visible, candidates) if one.indexer.takes_candidates else visible
-            keys += rows * scored
-            moved += min(visible, rows * scored) * key_bytes
+        # all rows of a draft see the same
+        seen = [length] * rows if case.is_draft else range(length - rows + 1, length + 1)
+        visible = [count // ratio if ratio else 0 for count in seen]
+        picked = sum(min(entries, config.index_topk) for entries in visible)
+        block = case.rows if case.is_draft else 0
+        attended += picked + sum(min(count, config.sliding_window) + block for count in seen)
+        window = min(length, config.sliding_window) + block if case.is_draft else config.sliding_window + rows - 1
+        moved += min(visible[-1], picked) * entry_bytes + min(length, window) * window_bytes
+        if one.indexer is not None and visible[-1] > config.index_topk:
+            most = (
+                config.candidate_topk_blocks * config.candidate_block_size if one.indexer.takes_candidates else length
+            )
+            scored = sum(min(entries, most) for entries in visible if entries > config.index_topk)
+            keys += scored
+            moved += min(visible[-1], scored) * key_bytes
     flops = 2 * tokens * numbers + 4 * attended * one.num_heads * config.head_dim
     return Cost(moved, flops + 2 * keys * config.index_n_heads * config.index_head_dim)

@@ -25,6 +25,13 @@ def test_cases_are_every_kind_and_named_apart() -> None:
     config = V41_PRESETS[MODEL]
     every = [case.name for case in layer_v41.cases()]
     assert len(set(every)) == len(every)
+    assert [case.kind for case in layer_v41.cases() if case.is_between] == [
+        kind for kind in SMALL if kind != "consumer2"
+    ]
+    for kind in ("window", "source1", "index"):
+        assert {f"{MODEL} {kind} prefill {rows} ctx{context}" for rows in (2048, 4096) for context in (0, 65536)} < set(
+            every
+        )
     shown = {kind for kind in SMALL if kind not in ("draft", "consumer2")}
     assert {f"{MODEL} {kind} decode b64 ctx8192" for kind in shown} < set(every)
     assert f"{MODEL} draft decode b128 ctx8192 n5" in every
@@ -62,6 +69,34 @@ def test_the_floor_counts_what_must_move(kind: str) -> None:
     assert (work.bytes, work.flops) == by_hand(kind)
 
 
+@pytest.mark.parametrize("kind", ["window", "source2", "source1", "index"])
+def test_the_floor_counts_what_each_row_of_a_prefill_sees(kind: str) -> None:
+    """A chunk of 1000 rows at the begin of a prompt, and 4 rows of which the last one alone sees more than it picks."""
+    config = V41_PRESETS[MODEL]
+    for rows, context in ((1000, 0), (4, 1022), (4, 40000)):
+        case = V41Case(MODEL, kind, "prefill", 1, rows, context)
+        ratio = case.ratios[0]
+        with torch.device("meta"):
+            built = DeepseekV41Attention(config, case.index, device="meta")
+        weights = layer_v41.least_work(built, V41Case(MODEL, kind, "prefill", 1, 1, 0))
+        attended, keys = 0, []
+        for tokens in range(context + 1, context + rows + 1):
+            entries = tokens // ratio if ratio else 0
+            attended += min(tokens, 128) + min(entries, 512)
+            if entries > 512:
+                keys.append(min(entries, 16384) if kind == "index" else entries)
+        first = 1 + (1 if ratio == 1 else 0)
+        work = layer_v41.least_work(built, case)
+        flops = 4 * 64 * 512 * (attended - first) + (2 * sum(keys) * 32 * 128 if built.indexer is not None else 0)
+        products = (weights.flops - 4 * 64 * 512 * first) * (rows - 1)
+        assert work.flops - weights.flops == flops + products
+        length = context + rows
+        visible = length // ratio if ratio else 0
+        read = min(visible, sum(keys)) if built.indexer is not None else 0
+        rows_read = min(length, 128 + rows - 1) + min(visible, rows * 512)
+        assert work.bytes - weights.bytes == (rows_read - first) * 584 + read * 132 + 2 * 2 * (rows - 1) * 5120
+
+
 def test_own_records_are_smaller() -> None:
     case = V41Case(MODEL, "source1", "decode", 2, 1, 65536, is_own=True)
     with torch.device("meta"):
@@ -80,7 +115,10 @@ def test_a_step_runs(kind: str, is_own: bool, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(layer_v41, "KINDS", SMALL)
     monkeypatch.setattr(layer_v41, "V41_PRESETS", {MODEL: V41_PRESETS[MODEL].reduced()})
     cases = [V41Case(MODEL, kind, "decode", 3, 5 if kind == "draft" else 1, 300, is_own=is_own)]
-    cases += [] if kind == "draft" else [V41Case(MODEL, kind, "prefill", 1, 12, 200, is_own=is_own)]
+    if kind != "draft":
+        cases += [
+            V41Case(MODEL, kind, "prefill", 1, rows, context, is_own=is_own) for rows, context in ((12, 200), (90, 0))
+        ]
     for case in cases:
         layers = case.build_layers(max(case.lengths()) + 64)
         step = case.make_step(layers)
