@@ -533,9 +533,11 @@ class PeerStep:
         assert m.visible is not None
         assert m.compressed_block_table is not None
         columns, found = max(m.max_seq_len // 4, 1), 0.0
-        for rows in torch.arange(len(codes), device=codes.device).split(max(1, int(SCORE_BYTES / 4 / columns))):
+        step = max(1, int(SCORE_BYTES / 4 / columns))
+        for first in range(0, len(codes), step):
+            rows = slice(first, first + step)
             scores = paged_mqa_logits(
-                codes[rows, None].contiguous(),
+                codes[rows, None],
                 cache.data,
                 weights[rows],
                 m.visible[rows, None],
