@@ -231,8 +231,9 @@ def with_pick(step: layer.Step, monkeypatch: pytest.MonkeyPatch, make: Any) -> l
 
 @pytest.mark.parametrize("case", PICKED, ids=lambda case: case.name)
 def test_a_wrong_pick_is_noticed(case: Case, fake: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of one row, an entry out of the middle of those that it leaves out; one that is missing; one that the row
-    does not see."""
+    """One of the last row, an entry out of the middle of those that it leaves out; one that is missing; one that the
+    row does not see. Rows are judged five at a time."""
+    monkeypatch.setattr(peer_layer, "SCORE_BYTES", 4.0 * 5 * 125)
     step = step_of(case)
     assert with_pick(step, monkeypatch, lambda pick, *args: pick(*args).flip(1)) == []
     for planted in ("another", "missing", "unseen"):
