@@ -383,7 +383,8 @@ def drawn(counts: torch.Tensor, most: int, g: torch.Generator) -> torch.Tensor:
 
 
 def least_work(one: DeepseekV41Attention, case: V41Case) -> Cost:
-    """Bytes and FLOPs that a call of a cell can't do without."""
+    """Bytes and FLOPs that a call of a cell can't do without. They are set against the rate of bf16: FLOPs of scores,
+    whose products are e4m3 and take half as long, count half."""
     config, ratio = one.config, case.ratios[0]
     window_bytes, entry_bytes, key_bytes = case.record_bytes
     weights = [m.weight for m in one.modules() if isinstance(m, Linear)] + [one.o_proj.wo_a]
@@ -407,4 +408,4 @@ def least_work(one: DeepseekV41Attention, case: V41Case) -> Cost:
             keys += scored
             moved += min(visible[-1], scored) * key_bytes
     flops = 2 * tokens * numbers + 4 * attended * one.num_heads * config.head_dim
-    return Cost(moved, flops + 2 * keys * config.index_n_heads * config.index_head_dim)
+    return Cost(moved, flops + keys * config.index_n_heads * config.index_head_dim)
