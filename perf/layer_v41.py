@@ -38,7 +38,7 @@ from cute_kernels.runtime.record import Cost
 from perf import layer
 from perf.grid import draw
 from perf.layer import LAYERS, Case, fill_cache, fill_module, paged
-from perf.picks import is_listed, largest, shortfall
+from perf.picks import TIED, is_listed, largest, shortfall
 
 OP = "layer_v41"
 MODEL = "v4.1-flash"
@@ -53,8 +53,6 @@ summed in another order: 0.004 on an H200. One pick of 512 that is another moves
 QUANTIZED = 0.05
 """The same of scores, whose queries are quantized behind such products: 0.006 on an H200; a head of another scale is
 0.03 away."""
-TIED = 1e-5
-"""Part of a row's largest score by which kernels that sum heads in another order may differ."""
 
 
 @dataclass(frozen=True)

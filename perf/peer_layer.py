@@ -45,7 +45,7 @@ from cute_kernels.output.ops import fused_inv_rope_fp8_quant
 from perf.compressor_c4 import two_steps, vllm_cutedsl, vllm_triton
 from perf.measure import capture
 from perf.peers import Product, compile_products, deepgemm
-from perf.picks import largest, shortfall
+from perf.picks import TIED, largest, shortfall
 
 if TYPE_CHECKING:
     from perf.layer import Case, Step
@@ -69,12 +69,9 @@ PRODUCT, NORM, ATTENTION, BYTES, REORDERED = 0.003, 0.002, 0.004, 0.02, 0.005
 relative distance (attention: both round probabilities and results to bf16; 0.0028 has been seen); of records, entries
 and codes the share of bytes. Between a graph's replay and an eager layer: of attention over the same entries in another
 order."""
-TIED = 0.0005
-"""Part of a row's largest score by which an entry that was left out may score better than a pick: kernels are 0.0002
-away from exact scores, as FP8 tensor cores sum (perf/log/layer.md)."""
 EDGE = 1e-6
 """Chunks may have other scales where their largest number is so near, relatively, to where the next power of two
-begins. One such chunk, of a row with few keys, is 0.01 of the norm of all scales."""
+begins. One such chunk of 262144, in a row with three keys, was 0.0046 of the norm of all scales (perf/log/layer.md)."""
 
 Layer = DeepseekV4MultiHeadLatentAttentionWrapper
 
@@ -654,9 +651,9 @@ def _off_edge(
     """How far, relatively, the largest number of a chunk with different scales x and y is from where the next power of
     two begins, of attention's results `out`; infinite if these are not neighbours.
 
-    Rotated columns whose angle is 1e-6 or so, as in the first rows of a prompt, are a hair away from bf16 numbers, and
-    of these one in 256 is where a power of two begins: there peers that round the rotation once, or take a logarithm,
-    have the neighbour."""
+    Columns that are turned by 1e-6 or so, as in the first rows of a prompt, stay a hair away from bf16 numbers, some of
+    which are just where a power of two begins: there a logarithm, or a rotation that rounds otherwise, gives the
+    neighbour."""
     rows, heads, dim = out.shape
     x, y = (scales.reshape(rows, heads, dim // BLOCK) for scales in (x, y))
     row, head, chunk = (x != y).nonzero(as_tuple=True)

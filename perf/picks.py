@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import torch
 
+TIED = 1e-5
+"""Part of a row's largest score by which kernels that sum heads in another order may differ."""
+
 
 def is_listed(lists: torch.Tensor, count: int) -> torch.Tensor:
     """bool [rows, count]: whether a row's list, in which -1 is none, has each of so many numbers."""
