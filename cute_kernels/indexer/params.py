@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl import ptx
@@ -39,6 +39,11 @@ def fake_arguments(has_q_scales: bool = False) -> tuple[Any, ...]:
     numbers += [Int64(0)] * 4 + [Int32(1)] * 2 + [Int64(0)] * 2 + [Int32(0)]
     numbers += [Int64(0)] * 3 + [Int32(0)] * 4 + [Int64(0)] * (3 if has_q_scales else 0) + [Int32(1)]
     return matrix(), matrix(), *numbers, make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def divide(number: Any, by: int) -> Any:
+    """number // by of a number that is not negative: the DSL's own division minds negative ones, six instructions."""
+    return number >> (by.bit_length() - 1) if by & (by - 1) == 0 else Int32(Uint32(number) // by)
 
 
 class RowGroups(NamedTuple):
@@ -90,7 +95,11 @@ class Windows(NamedTuple):
 
     @cute.jit
     def clip(self, start: Any, end: Any) -> tuple[Any, Any, Any]:
-        """First key, end of the keys (both 0 if there are none) and the key of column 0."""
+        """First key, end of the keys (both 0 if there are none) and the key of column 0. start: the number 0 where rows
+        have no starts."""
+        if const_expr(isinstance(start, int)):
+            stop = cutlass.min(cutlass.min(end, self.limit), self.columns)
+            return Int32(0), (stop if stop > cutlass.max(self.skip, 0) else Int32(0)), Int32(0)
         shift = start & self.shifts
         first = cutlass.max(start, 0)
         stop = Int32(ptx.min_s64(Int64(shift) + Int64(self.columns), Int64(cutlass.min(end, self.limit))))
@@ -101,7 +110,7 @@ class Windows(NamedTuple):
     def load(self, request: Any, row: Any, is_wanted: Any, paged: cutlass.Constexpr) -> tuple[Any, Any, Any]:
         """As `clip`, of a row; no keys if it is not wanted."""
         end = ptx.load_global_s32_where(is_wanted, self.end_address(request, row), is_shared=True)
-        start = Int32(0)
+        start: Any = 0
         if const_expr(not paged):
             start = ptx.load_global_s32_where(is_wanted, self.start_address(row), is_shared=True)
         return self.clip(start, end)
@@ -119,7 +128,7 @@ class Windows(NamedTuple):
             low = cutlass.min(low, first) if first < stop else low
             high = cutlass.max(high, stop)
         low = low & -keys if high > 0 else Int32(0)
-        return low, high, (high - low + (keys - 1)) // keys
+        return low, high, divide(high - low + (keys - 1), keys)
 
 
 class KeyCache(NamedTuple):
@@ -168,7 +177,7 @@ LAST_OF_GROUP = 1
 class WorkTile(NamedTuple):
     """What a CTA takes of a group: the group's number, its request and first row, the first key, the end of the group's
     keys, and how many tiles of `keys` keys there are; of those a consumer takes number `own` and every `step`th after
-    it.
+    it. turn: number of the work tile among the CTA's.
     """
 
     group: Any
@@ -178,8 +187,14 @@ class WorkTile(NamedTuple):
     stop: Any
     count: Any
     own: Any
+    turn: Any
     step: int
     keys: int
+
+    @property
+    def taken(self) -> Any:
+        """Tiles that the consumer takes; none, or less, where it takes none."""
+        return divide(self.count - self.own + (self.step - 1), self.step)
 
     @cute.jit
     def tagged_key(self, tile: Any) -> Any:
@@ -261,15 +276,18 @@ class TileScheduler:
         return cta * each + cutlass.min(cta, rest), each + (Int32(1) if cta < rest else Int32(0))
 
     @cute.jit
-    def for_each(self, consumer: Any, step: cutlass.Constexpr, work: cutlass.Constexpr, state: Any) -> Any:
-        """state = work(work_tile, state) for all work tiles of which consumer number `consumer` of `step` has tiles."""
+    def for_each(
+        self, consumer: Any, step: cutlass.Constexpr, work: cutlass.Constexpr, state: Any, is_always: Any = False
+    ) -> Any:
+        """state = work(work_tile, state) for all work tiles of which consumer number `consumer` of `step` has tiles, or
+        for all that there are (is_always)."""
         lane = cute.arch.lane_idx()
         base, skipped, remaining = Int32(0), Int32(0), Int32(0)
         is_counted = self.groups.total() > WARP
         if is_counted:
             chunk, skipped, remaining = self.share()
             base = chunk * self.chunk_width() * WARP
-        done, goes_on = Int32(0), is_counted | True
+        own, turn, goes_on = Int32(consumer), Int32(0), is_counted | True
         while goes_on:
             low, high, tiles = self.windows.span(self.groups, base + lane, self.rows, self.paged, self.keys)
             until = self.sum_up_to_lane(tiles)
@@ -283,16 +301,19 @@ class TileScheduler:
                 skipped -= cute.arch.shuffle_sync(until - tiles, number)
                 while (number < WARP) & (remaining > 0):
                     count = cutlass.min(cute.arch.shuffle_sync(tiles, number) - skipped, remaining)
-                    own = (consumer + step - done % step) % step
-                    if own < count:
+                    if (own < count) | (is_always & (count > 0)):
                         request, first_row = self.groups.coords(base + number, self.rows)
                         first_key = cute.arch.shuffle_sync(low, number) + skipped * self.keys
                         stop = cute.arch.shuffle_sync(high, number)
                         work_tile = WorkTile(
-                            base + number, request, first_row, first_key, stop, count, own, step, self.keys
+                            base + number, request, first_row, first_key, stop, count, own, turn, step, self.keys
                         )
                         state = work(work_tile, state)
-                    done += count
+                    turn = turn + 1 if count > 0 else turn
+                    # the first of the next work tile's tiles, if these were before it
+                    own = own - count
+                    if own < 0:
+                        own = own + divide(step - 1 - own, step) * step
                     remaining -= count
                     skipped = Int32(0)
                     number += 1

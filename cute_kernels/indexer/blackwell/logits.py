@@ -125,6 +125,7 @@ class BlackwellConfig:
     warpgroups: ClassVar[int] = CONSUMERS
     warps_beside: ClassVar[int] = 4
     query_stages: ClassVar[int] = QUERY_STAGES
+    shares_queries: ClassVar[bool] = False
 
     @property
     def columns(self) -> int:

@@ -120,6 +120,7 @@ class Mxfp4Config:
     keys: ClassVar[int] = HALVES * KEY_TILE
     row_bytes: ClassVar[int] = INDEX_DIM // 2
     accumulators: ClassVar[int] = 1
+    shares_queries: ClassVar[bool] = False
 
     @property
     def columns(self) -> int:
