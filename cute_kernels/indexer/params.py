@@ -116,10 +116,32 @@ class Windows(NamedTuple):
         return self.clip(start, end)
 
     @cute.jit
+    def load_ends(self, groups: Any, group: Any, rows: cutlass.Constexpr) -> list[Any]:
+        """Ends of a group's rows, -1 of rows that there are not."""
+        is_group = group < groups.total()
+        request, first_row = groups.coords(group if is_group else Int32(0), rows)
+        ends = []
+        for i in cutlass.range_constexpr(rows):
+            is_row = is_group & (first_row + i < groups.count)
+            address = self.end_address(request, first_row + i)
+            ends.append(ptx.load_global_s32_where(is_row, address, is_shared=True))
+        return ends
+
+    @cute.jit
+    def span_of_ends(self, ends: list[Any], keys: cutlass.Constexpr) -> tuple[Any, Any, Any]:
+        """As `span`, of rows that all begin with key 0."""
+        high = Int32(0)
+        for i in cutlass.range_constexpr(len(ends)):
+            high = cutlass.max(high, self.clip(0, ends[i])[1])
+        return Int32(0), high, divide(high + (keys - 1), keys)
+
+    @cute.jit
     def span(
         self, groups: Any, group: Any, rows: cutlass.Constexpr, paged: cutlass.Constexpr, keys: cutlass.Constexpr
     ) -> tuple[Any, Any, Any]:
         """First key of a group's tiles of `keys` keys, end of its keys and number of tiles."""
+        if const_expr(paged):
+            return self.span_of_ends(self.load_ends(groups, group, rows), keys)
         is_group = group < groups.total()
         request, first_row = groups.coords(group if is_group else Int32(0), rows)
         low, high = Int32(0x7FFFFFFF), Int32(0)
@@ -213,6 +235,8 @@ class TileScheduler:
     paged     whether keys lie in pages
     keys      of a tile
     counts    address of COUNTERS words of shared memory
+    ends      None, or those of the rows of the group that has the lane's number (Windows.load_ends), where rows begin
+              with key 0: a warp that goes through the share has asked for them before it could do anything else
     """
 
     rows: int
@@ -222,6 +246,7 @@ class TileScheduler:
     groups: RowGroups
     windows: Windows
     counts: Any
+    ends: Any = None
 
     @cute.jit
     def count_tiles(self, warp: Any) -> None:
@@ -289,7 +314,12 @@ class TileScheduler:
             base = chunk * self.chunk_width() * WARP
         own, turn, goes_on = Int32(consumer), Int32(0), is_counted | True
         while goes_on:
-            low, high, tiles = self.windows.span(self.groups, base + lane, self.rows, self.paged, self.keys)
+            if const_expr(self.ends is None):
+                low, high, tiles = self.windows.span(self.groups, base + lane, self.rows, self.paged, self.keys)
+            else:
+                low, high, tiles = self.windows.span_of_ends(self.ends, self.keys)
+                if is_counted:
+                    low, high, tiles = self.windows.span(self.groups, base + lane, self.rows, self.paged, self.keys)
             until = self.sum_up_to_lane(tiles)
             here = cute.arch.shuffle_sync(until, WARP - 1)
             if not is_counted:

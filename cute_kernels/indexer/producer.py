@@ -54,6 +54,9 @@ END = -1
 LINE = 128
 """Bytes that L2 fetches."""
 
+MOST_LINES = 128
+"""Of a request's block table that are fetched ahead."""
+
 
 def shared_query_stage(turn: Any) -> Any:
     """Stage of a work tile's queries, and their phase there."""
@@ -345,14 +348,14 @@ class Producer:
 
 @cute.jit
 def prefetch_lengths(warp: Any, warps: cutlass.Constexpr, groups: RowGroups, windows: Windows, cache: KeyCache) -> None:
-    """Have L2 fetch lengths and, of a call with few requests, the block table. That reads nothing, so the kernel before
-    may still be writing them. By all `warps` warps, of which the last asks for a length and a line of the table per
-    lane."""
-    cta, _, _ = cute.arch.block_idx()
-    per_row = cute.ceil_div(cache.table_columns, LINE // 4)
-    number = cta * WARP + cute.arch.lane_idx()
-    row, line = number // per_row, number % per_row
-    address = cache.table + Int64(row) * cache.table_stride + Int64(line) * LINE
-    is_last = warp == warps - 1
-    ptx.prefetch_l2(windows.end_address(number, 0), (number < groups.requests) & is_last)
-    ptx.prefetch_l2(address, (row < groups.requests) & is_last)
+    """Have L2 fetch lengths and block tables, as far as they say of MOST_LINES * 32 pages. That reads nothing, so the
+    kernel before may still be writing them. By all `warps` warps, of which the last asks."""
+    if warp == warps - 1:
+        (cta, _, _), (ctas, _, _), lane = cute.arch.block_idx(), cute.arch.grid_dim(), cute.arch.lane_idx()
+        number = cta * WARP + lane
+        ptx.prefetch_l2(windows.end_address(number, 0), number < groups.requests)
+        lines = cutlass.min(cute.ceil_div(cache.table_columns, LINE // 4), MOST_LINES)
+        for row in cutlass.range(cta, groups.requests, ctas, unroll=1):
+            table = cache.table + Int64(row) * cache.table_stride
+            for line in cutlass.range(lane, lines, WARP, unroll=1):
+                ptx.prefetch_l2(table + Int64(line) * LINE, line < lines)

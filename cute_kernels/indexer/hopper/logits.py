@@ -384,20 +384,28 @@ class LogitsKernel:
             for layout in (key_layout, query_layout)
         )
         producer_warp, fill_warp = config.warpgroups * 4, config.warpgroups * 5
-        if warp == producer_warp:
+        # producer warps have nothing to do ahead of asking for the lengths
+        # one arrival announces bytes, one per lane what lanes copy; every warp that uses a stage releases it
+        for i in range_constexpr(config.warpgroups):
+            if thread == i * wgmma.WARPGROUP:
+                bars.keys.initialize(1 if self.paged else 1 + WARP, 4, i, config.warpgroups)
+        if thread == WARP:
+            bars.queries.initialize(1 + WARP, 4 * config.warpgroups)
+        if warp == 2:
             for copy in (query_copy, key_copy):
                 cpasync.prefetch_descriptor(copy)
-        if thread == fill_warp * WARP:
-            # one arrival announces bytes, one per lane what lanes copy; every warp that uses a stage releases it
-            bars.keys.initialize(1 if self.paged else 1 + WARP, 4)
-            bars.queries.initialize(1 + WARP, 4 * config.warpgroups)
         if const_expr(self.paged):
             prefetch_lengths(warp, config.threads // WARP, groups, windows, cache)
-        cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
+        ends: Any = None
+        if const_expr(self.paged):
+            ends = [Int32(-1)] * config.rows
+            if (warp >= producer_warp) & (warp < fill_warp):
+                ends = windows.load_ends(groups, thread % WARP, config.rows)
+        cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
         scheduler = TileScheduler(
-            config.rows, config.threads // WARP, self.paged, config.keys, groups, windows, smem.counts
+            config.rows, config.threads // WARP, self.paged, config.keys, groups, windows, smem.counts, ends
         )
         if groups.total() > WARP:
             scheduler.count_tiles(warp)
