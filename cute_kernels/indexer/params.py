@@ -189,6 +189,9 @@ class KeyCache(NamedTuple):
 
 # ---- tile scheduler
 
+LOOKED_AT = 4 * WARP
+"""Groups up to which every warp that needs a CTA's share finds it by itself."""
+
 COUNTERS = 256
 """Counts of tiles in shared memory, one for each chunk of groups: a multiple of 32 groups."""
 
@@ -258,7 +261,7 @@ class TileScheduler:
             tiles = Int32(0)
             for i in cutlass.range(width, unroll=1):
                 group = (chunk * width + i) * WARP + lane
-                tiles += self.windows.span(self.groups, group, self.rows, self.paged, self.keys)[2]
+                tiles += self.span(group)[2]
             tiles = cute.arch.warp_redux_sync(tiles, "add")
             if lane == 0:
                 ptx.store_shared_s32(self.counts + chunk * 4, tiles)
@@ -308,25 +311,34 @@ class TileScheduler:
         for all that there are (is_always)."""
         lane = cute.arch.lane_idx()
         base, skipped, remaining = Int32(0), Int32(0), Int32(0)
-        is_counted = self.groups.total() > WARP
-        if is_counted:
+        low, high, tiles = Int32(0), Int32(0), Int32(0)
+        if self.is_counted():
             chunk, skipped, remaining = self.share()
             base = chunk * self.chunk_width() * WARP
-        own, turn, goes_on = Int32(consumer), Int32(0), is_counted | True
-        while goes_on:
+            low, high, tiles = self.span(base + lane)
+        else:
             if const_expr(self.ends is None):
-                low, high, tiles = self.windows.span(self.groups, base + lane, self.rows, self.paged, self.keys)
+                low, high, tiles = self.span(lane)
             else:
                 low, high, tiles = self.windows.span_of_ends(self.ends, self.keys)
-                if is_counted:
-                    low, high, tiles = self.windows.span(self.groups, base + lane, self.rows, self.paged, self.keys)
+            if self.groups.total() <= WARP:
+                skipped, remaining = self.portion(cute.arch.warp_redux_sync(tiles, "add"))
+            else:
+                spans = [(low, high, tiles), *(self.span(lane + first) for first in range(WARP, LOOKED_AT, WARP))]
+                sums = [cute.arch.warp_redux_sync(span[2], "add") for span in spans]
+                skipped, remaining = self.portion(sum(sums[1:], sums[0]))
+                for i in cutlass.range_constexpr(len(spans) - 1):
+                    if (base == i * WARP) & (skipped >= sums[i]):
+                        skipped -= sums[i]
+                        base += WARP
+                        low, high, tiles = spans[i + 1]
+        own, turn, goes_on = Int32(consumer), Int32(0), remaining > 0
+        while goes_on:
             until = self.sum_up_to_lane(tiles)
             here = cute.arch.shuffle_sync(until, WARP - 1)
-            if not is_counted:
-                skipped, remaining = self.portion(here)
             if skipped >= here:
                 skipped -= here
-            elif remaining > 0:
+            else:
                 number = cute.arch.popc(cute.arch.vote_ballot_sync(until <= skipped))
                 skipped -= cute.arch.shuffle_sync(until - tiles, number)
                 while (number < WARP) & (remaining > 0):
@@ -349,13 +361,23 @@ class TileScheduler:
                     number += 1
             base += WARP
             goes_on = remaining > 0
+            if goes_on:
+                low, high, tiles = self.span(base + lane)
         return state
+
+    def span(self, group: Any) -> tuple[Any, Any, Any]:
+        """First key of a group's tiles, end of its keys and number of tiles."""
+        return self.windows.span(self.groups, group, self.rows, self.paged, self.keys)
+
+    def is_counted(self) -> Any:
+        """Whether all warps count tiles (`count_tiles`) before one can find the CTA's share."""
+        return self.groups.total() > LOOKED_AT
 
     @cute.jit
     def sum_up_to_lane(self, number: Any) -> Any:
         lane = cute.arch.lane_idx()
         for i in range_constexpr(5):
-            below = cute.arch.shuffle_sync(number, cutlass.max(lane - (1 << i), 0))
+            below = cute.arch.shuffle_sync_up(number, 1 << i)
             number += below if lane >= (1 << i) else Int32(0)
         return number
 

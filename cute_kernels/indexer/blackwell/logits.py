@@ -708,7 +708,7 @@ class BlackwellLogitsKernel:
         scheduler = TileScheduler(
             config.rows, config.threads // WARP, self.paged, config.keys, groups, windows, smem.counts
         )
-        if groups.total() > WARP:
+        if scheduler.is_counted():
             scheduler.count_tiles(warp)
             cute.arch.sync_threads()
 

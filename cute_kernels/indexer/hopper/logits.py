@@ -407,7 +407,7 @@ class LogitsKernel:
         scheduler = TileScheduler(
             config.rows, config.threads // WARP, self.paged, config.keys, groups, windows, smem.counts, ends
         )
-        if groups.total() > WARP:
+        if scheduler.is_counted():
             scheduler.count_tiles(warp)
             cute.arch.sync_threads()
 

@@ -440,7 +440,7 @@ class CandidateLogitsKernel:
         cute.arch.griddepcontrol_launch_dependents()
         warps = config.threads // WARP
         scheduler = TileScheduler(config.rows, warps, self.paged, config.keys, groups, windows, smem.counts)
-        if groups.total() > WARP:
+        if scheduler.is_counted():
             scheduler.count_tiles(warp)
             cute.arch.sync_threads()
 

@@ -740,7 +740,7 @@ class Mxfp4LogitsKernel:
         scheduler = TileScheduler(
             config.rows, config.threads // WARP, self.paged, config.keys, groups, windows, smem.counts
         )
-        if groups.total() > WARP:
+        if scheduler.is_counted():
             scheduler.count_tiles(warp)
             cute.arch.sync_threads()
 

@@ -575,7 +575,7 @@ class PortableLogitsKernel:
         base = memory.iterator.toint()
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
-        if groups.total() > WARP:
+        if scheduler.is_counted():
             self.scheduler(groups, windows, base).count_tiles(warp)
             cute.arch.sync_threads()
         q = mma_sync.Registers("q", config.tiles * 32)
