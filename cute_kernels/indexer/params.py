@@ -195,14 +195,16 @@ LOOKED_AT = 4 * WARP
 COUNTERS = 256
 """Counts of tiles in shared memory, one for each chunk of groups: a multiple of 32 groups."""
 
-LAST_OF_GROUP = 1
-"""Added to the first key of a tile, a multiple of 32 at least, if its consumer has no more tiles of the group."""
+LAST_OF_GROUP, LAST_OF_ALL = 1, 16
+"""Added to the first key of a tile, a multiple of 32 at least, if its consumer has no more tiles of the group; if it has
+none at all, and the group is the CTA's last."""
 
 
 class WorkTile(NamedTuple):
     """What a CTA takes of a group: the group's number, its request and first row, the first key, the end of the group's
     keys, and how many tiles of `keys` keys there are; of those a consumer takes number `own` and every `step`th after
-    it. turn: number of the work tile among the CTA's.
+    it. turn: number of the work tile among the CTA's. last: what is
+    added to the first key of a consumer's last tile.
     """
 
     group: Any
@@ -213,6 +215,7 @@ class WorkTile(NamedTuple):
     count: Any
     own: Any
     turn: Any
+    last: Any
     step: int
     keys: int
 
@@ -223,10 +226,8 @@ class WorkTile(NamedTuple):
 
     @cute.jit
     def tagged_key(self, tile: Any) -> Any:
-        """First key of a tile, plus LAST_OF_GROUP if that applies."""
-        return (
-            self.first_key + tile * self.keys + (Int32(LAST_OF_GROUP) if tile >= self.count - self.step else Int32(0))
-        )
+        """First key of a tile, plus LAST_OF_GROUP and LAST_OF_ALL if they apply."""
+        return self.first_key + tile * self.keys + (self.last if tile >= self.count - self.step else Int32(0))
 
 
 @dataclass(frozen=True)
@@ -347,9 +348,9 @@ class TileScheduler:
                         request, first_row = self.groups.coords(base + number, self.rows)
                         first_key = cute.arch.shuffle_sync(low, number) + skipped * self.keys
                         stop = cute.arch.shuffle_sync(high, number)
-                        work_tile = WorkTile(
-                            base + number, request, first_row, first_key, stop, count, own, turn, step, self.keys
-                        )
+                        last = Int32(LAST_OF_GROUP) if count < remaining else Int32(LAST_OF_GROUP + LAST_OF_ALL)
+                        place = base + number, request, first_row, first_key, stop
+                        work_tile = WorkTile(*place, count, own, turn, last, step, self.keys)
                         state = work(work_tile, state)
                     turn = turn + 1 if count > 0 else turn
                     # the first of the next work tile's tiles, if these were before it

@@ -304,24 +304,23 @@ class Producer:
                 tile = work_tile.own + (start + i) * work_tile.step
                 lead = i * config.boxes
                 full = ring.full(stage)
-                if lane == 0:
+                if lane == lead:
                     mask = are_there >> lead & ((1 << config.boxes) - 1)
                     ring.wait_empty(stage, phase)
                     size = cute.arch.popc(mask) * (config.box * (config.row_bytes + 4))
                     self.publish_header(
                         stage, work_tile.group, work_tile.tagged_key(tile), mask, work_tile.turn, size
                     )
-                for j in range_constexpr(config.boxes):
-                    page, box = (cute.arch.shuffle_sync(held, lead + j) for held in (pages, boxes))
-                    if (lane == 0) & (page >= 0):
-                        number = stage * config.boxes + j
-                        codes = target + number * (config.box * config.row_bytes)
-                        scales = self.smem.scales + number * (config.box * 4)
-                        source = (
-                            self.cache.scales + Int64(page) * self.cache.page_stride + Int64(box) * (config.box * 4)
-                        )
-                        ptx.copy_bulk_3d(codes, copy, (0, box * config.box, page), full.toint(), is_read_once=True)
-                        ptx.copy_bulk(scales, source, config.box * 4, full.toint())
+                # lanes wait in the order of their tiles, and each copies the box whose page it has
+                cute.arch.sync_warp()
+                if (lane >= lead) & (lane < lead + config.boxes) & (pages >= 0):
+                    number = stage * config.boxes + (lane - lead)
+                    codes = target + number * (config.box * config.row_bytes)
+                    scales = self.smem.scales + number * (config.box * 4)
+                    source = self.cache.scales + Int64(pages) * self.cache.page_stride + Int64(boxes) * (config.box * 4)
+                    at = 0, boxes * config.box, pages
+                    ptx.copy_bulk_3d(codes, copy, at, full.toint(), is_read_once=True)
+                    ptx.copy_bulk(scales, source, config.box * 4, full.toint())
                 stage, phase = advance(stage, phase, config)
                 if const_expr(self.scale_preparer is not None):
                     self.scale_preparer.follow()

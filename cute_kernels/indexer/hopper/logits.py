@@ -46,6 +46,7 @@ from cute_kernels.indexer.hopper.epilogue import Epilogue, RowState
 from cute_kernels.indexer.params import (
     COUNTERS,
     KEY_TILE,
+    LAST_OF_ALL,
     WARP,
     Fill,
     KeyCache,
@@ -225,6 +226,9 @@ class Consumer:
                     self.epilogue.store_products(0, products[0], rows, tile, scale)
                     release(bars, tile, query_stage, lane)
                     stage, phase = advance(stage, phase, config)
+                    if const_expr(epilogue.paged and not config.fences_keys):
+                        # where lanes copy keys, they still arrive behind them
+                        is_running = Int32(1) if tile.tagged_key & LAST_OF_ALL == 0 else Int32(0)
                 else:
                     scale = self.load_scale(stage)
                     for i in range_constexpr(2):
