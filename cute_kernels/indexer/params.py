@@ -196,8 +196,8 @@ COUNTERS = 256
 """Counts of tiles in shared memory, one for each chunk of groups: a multiple of 32 groups."""
 
 LAST_OF_GROUP, LAST_OF_ALL = 1, 16
-"""Added to the first key of a tile, a multiple of 32 at least, if its consumer has no more tiles of the group; if it has
-none at all, and the group is the CTA's last."""
+"""Added to the first key of a tile, a multiple of 32 at least, if its consumer has no more tiles of the group; if it
+has none at all, and the group is the CTA's last."""
 
 
 class WorkTile(NamedTuple):

@@ -46,8 +46,8 @@ SHARED_QUERY_STAGES = 4
 
 HEADER = 4
 """int32 that say what a stage holds: the group, or END where a consumer has no more tiles; the first key, a multiple of
-the tile, plus LAST_OF_GROUP; which TMA boxes of keys exist, a bit each; the turn of the work tile, where consumers share
-queries."""
+the tile, plus LAST_OF_GROUP and LAST_OF_ALL; which TMA boxes of keys exist, a bit each; the turn of the work tile,
+where consumers share queries."""
 
 END = -1
 
@@ -308,9 +308,7 @@ class Producer:
                     mask = are_there >> lead & ((1 << config.boxes) - 1)
                     ring.wait_empty(stage, phase)
                     size = cute.arch.popc(mask) * (config.box * (config.row_bytes + 4))
-                    self.publish_header(
-                        stage, work_tile.group, work_tile.tagged_key(tile), mask, work_tile.turn, size
-                    )
+                    self.publish_header(stage, work_tile.group, work_tile.tagged_key(tile), mask, work_tile.turn, size)
                 # lanes wait in the order of their tiles, and each copies the box whose page it has
                 cute.arch.sync_warp()
                 if (lane >= lead) & (lane < lead + config.boxes) & (pages >= 0):
