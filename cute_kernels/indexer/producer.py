@@ -344,6 +344,17 @@ class Producer:
 
 
 @cute.jit
+def ask_for_ends(is_wanted: Any, groups: RowGroups, windows: Windows, rows: cutlass.Constexpr) -> list[Any]:
+    """TileScheduler.ends, asked for when the kernel ahead has ended, where they are wanted. What a warp does next need
+    not wait for them."""
+    ends = [Int32(-1)] * rows
+    if is_wanted:
+        cute.arch.griddepcontrol_wait()
+        ends = windows.load_ends(groups, cute.arch.lane_idx(), rows)
+    return ends
+
+
+@cute.jit
 def prefetch_lengths(warp: Any, warps: cutlass.Constexpr, groups: RowGroups, windows: Windows, cache: KeyCache) -> None:
     """Have L2 fetch lengths and block tables, as far as they say of MOST_LINES * 32 pages. That reads nothing, so the
     kernel before may still be writing them. By all `warps` warps, of which the last asks."""

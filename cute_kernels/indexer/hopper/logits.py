@@ -62,6 +62,7 @@ from cute_kernels.indexer.producer import (
     Producer,
     QueryCopy,
     advance,
+    ask_for_ends,
     code_rows,
     prefetch_lengths,
     release,
@@ -388,8 +389,11 @@ class LogitsKernel:
             for layout in (key_layout, query_layout)
         )
         producer_warp, fill_warp = config.warpgroups * 4, config.warpgroups * 5
-        # producer warps have nothing to do ahead of asking for the lengths
-        # one arrival announces bytes, one per lane what lanes copy; every warp that uses a stage releases it
+        ends: Any = None
+        if const_expr(self.paged):
+            ends = ask_for_ends((warp >= producer_warp) & (warp < fill_warp), groups, windows, config.rows)
+        # by consumers, which have nothing else to do yet. One arrival announces bytes, one per lane what lanes copy;
+        # every warp that uses a stage releases it
         for i in range_constexpr(config.warpgroups):
             if thread == i * wgmma.WARPGROUP:
                 bars.keys.initialize(1 if self.paged else 1 + WARP, 4, i, config.warpgroups)
@@ -401,11 +405,6 @@ class LogitsKernel:
         if const_expr(self.paged):
             prefetch_lengths(warp, config.threads // WARP, groups, windows, cache)
         cute.arch.griddepcontrol_wait()
-        ends: Any = None
-        if const_expr(self.paged):
-            ends = [Int32(-1)] * config.rows
-            if (warp >= producer_warp) & (warp < fill_warp):
-                ends = windows.load_ends(groups, thread % WARP, config.rows)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
         scheduler = TileScheduler(
