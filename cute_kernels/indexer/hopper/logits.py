@@ -46,6 +46,7 @@ from cute_kernels.indexer.hopper.epilogue import Epilogue, RowState
 from cute_kernels.indexer.params import (
     COUNTERS,
     KEY_TILE,
+    LAST_OF_ALL,
     WARP,
     Fill,
     KeyCache,
@@ -56,13 +57,16 @@ from cute_kernels.indexer.params import (
 )
 from cute_kernels.indexer.producer import (
     HEADER,
-    QUERY_STAGES,
+    SHARED_QUERY_STAGES,
+    KeyTile,
     Producer,
     QueryCopy,
     advance,
+    ask_for_ends,
     code_rows,
     prefetch_lengths,
     release,
+    shared_query_stage,
     wait_key_tile,
 )
 from cute_kernels.runtime.compile import KernelKey
@@ -91,6 +95,8 @@ class LogitsConfig:
 
     keys: ClassVar[int] = KEY_TILE
     row_bytes: ClassVar[int] = INDEX_DIM
+    shares_queries: ClassVar[bool] = True
+    query_stages: ClassVar[int] = SHARED_QUERY_STAGES
     fences_keys: ClassVar[bool] = False
     """Whether threads, not TMA, write the keys that tensor cores read."""
 
@@ -118,11 +124,6 @@ class LogitsConfig:
     def stages(self) -> int:
         """Of the ring of keys."""
         return round_up(STAGES[self.rows], self.warpgroups)
-
-    @property
-    def query_stages(self) -> int:
-        """Of all warpgroups."""
-        return self.warpgroups * QUERY_STAGES
 
     @property
     def warps_beside(self) -> int:
@@ -206,7 +207,7 @@ class Consumer:
         columns = config.columns // config.accumulators
         products = [wgmma.accumulators(mma[0], KEY_TILE, columns) for _ in range(config.accumulators)]
         rows: RowState = epilogue.allocate()
-        stage, phase, group, turn = self.warpgroup, Int32(0), Int32(-1), Int32(-1)
+        stage, phase, group = self.warpgroup, Int32(0), Int32(-1)
         is_running = Int32(1)
         while is_running != 0:
             tile = wait_key_tile(bars.keys, self.smem.headers, stage, phase)
@@ -216,9 +217,9 @@ class Consumer:
                 is_running = Int32(0)
             else:
                 if tile.group != group:
-                    group, turn = tile.group, turn + 1
-                    self.epilogue.load_rows(rows, tile.group, self.wait_queries(turn))
-                query_stage = self.query_stage(turn)
+                    group = tile.group
+                    self.epilogue.load_rows(rows, group, self.wait_queries(tile))
+                query_stage, _ = shared_query_stage(tile.turn)
                 if const_expr(config.accumulators == 1):
                     scale = self.load_scale(stage)
                     wgmma.multiply(*mma, products[0], 0, k, q, stage, query_stage)
@@ -226,6 +227,9 @@ class Consumer:
                     self.epilogue.store_products(0, products[0], rows, tile, scale)
                     release(bars, tile, query_stage, lane)
                     stage, phase = advance(stage, phase, config)
+                    if const_expr(epilogue.paged and not config.fences_keys):
+                        # where lanes copy keys, they still arrive behind them
+                        is_running = Int32(1) if tile.tagged_key & LAST_OF_ALL == 0 else Int32(0)
                 else:
                     scale = self.load_scale(stage)
                     for i in range_constexpr(2):
@@ -241,9 +245,8 @@ class Consumer:
                     else:
                         is_new = after.group != group
                         if is_new:
-                            turn += 1
-                            self.wait_queries(turn)
-                        next_query_stage = self.query_stage(turn)
+                            self.wait_queries(after)
+                        next_query_stage, _ = shared_query_stage(after.turn)
                         next_scale = self.load_scale(stage)
                         for i in range_constexpr(2):
                             wgmma.wait(1)
@@ -263,15 +266,11 @@ class Consumer:
         """That of the thread's key of a tile."""
         return ptx.load_shared_f32(self.smem.scales + (stage * KEY_TILE + self.epilogue.own) * 4)
 
-    def query_stage(self, turn: Any) -> Any:
-        """Of the warpgroup's group number `turn`."""
-        return self.warpgroup * QUERY_STAGES + turn % QUERY_STAGES
-
     @cute.jit
-    def wait_queries(self, turn: Any) -> Any:
-        """The stage with the queries of the warpgroup's group number `turn`, when they are there."""
-        query_stage = self.query_stage(turn)
-        self.bars.queries.wait_full(query_stage, turn // QUERY_STAGES & 1)
+    def wait_queries(self, tile: KeyTile) -> Any:
+        """The stage with the queries of a tile's group, when they are there."""
+        query_stage, phase = shared_query_stage(tile.turn)
+        self.bars.queries.wait_full(query_stage, phase)
         return query_stage
 
 
@@ -390,22 +389,28 @@ class LogitsKernel:
             for layout in (key_layout, query_layout)
         )
         producer_warp, fill_warp = config.warpgroups * 4, config.warpgroups * 5
-        if warp == producer_warp:
+        ends: Any = None
+        if const_expr(self.paged):
+            ends = ask_for_ends((warp >= producer_warp) & (warp < fill_warp), groups, windows, config.rows)
+        # by consumers, which have nothing else to do yet. One arrival announces bytes, one per lane what lanes copy;
+        # every warp that uses a stage releases it
+        for i in range_constexpr(config.warpgroups):
+            if thread == i * wgmma.WARPGROUP:
+                bars.keys.initialize(1 if self.paged else 1 + WARP, 4, i, config.warpgroups)
+        if thread == WARP:
+            bars.queries.initialize(1 + WARP, 4 * config.warpgroups)
+        if warp == 2:
             for copy in (query_copy, key_copy):
                 cpasync.prefetch_descriptor(copy)
-        if thread == fill_warp * WARP:
-            # one arrival announces bytes, one per lane what lanes copy; every warp that uses a stage releases it
-            bars.keys.initialize(1 if self.paged else 1 + WARP, 4)
-            bars.queries.initialize(1 + WARP, 4)
         if const_expr(self.paged):
             prefetch_lengths(warp, config.threads // WARP, groups, windows, cache)
-        cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
+        cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
         scheduler = TileScheduler(
-            config.rows, config.threads // WARP, self.paged, config.keys, groups, windows, smem.counts
+            config.rows, config.threads // WARP, self.paged, config.keys, groups, windows, smem.counts, ends
         )
-        if groups.total() > WARP:
+        if scheduler.is_counted():
             scheduler.count_tiles(warp)
             cute.arch.sync_threads()
 

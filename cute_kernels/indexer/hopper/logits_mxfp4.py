@@ -65,6 +65,7 @@ from cute_kernels.indexer.producer import (
     Producer,
     QueryCopy,
     advance,
+    ask_for_ends,
     code_rows,
     prefetch_lengths,
 )
@@ -120,6 +121,7 @@ class Mxfp4Config:
     keys: ClassVar[int] = HALVES * KEY_TILE
     row_bytes: ClassVar[int] = INDEX_DIM // 2
     accumulators: ClassVar[int] = 1
+    shares_queries: ClassVar[bool] = False
 
     @property
     def columns(self) -> int:
@@ -722,24 +724,31 @@ class Mxfp4LogitsKernel:
         packed_queries = allocator.allocate_tensor(Float8E4M3FN, query_tiles, byte_alignment=128)
         smem = Smem(*(tensor.iterator.toint() for tensor in (*words, packed_keys, packed_queries)))
         producer_warp, fill_warp = config.warpgroups * 4, config.warpgroups * 5
-        if warp == producer_warp:
+        ends: Any = None
+        if const_expr(self.paged):
+            ends = ask_for_ends((warp >= producer_warp) & (warp < fill_warp), groups, windows, config.rows)
+        # by consumers, which have nothing else to do yet. One arrival announces bytes, one per lane what lanes copy;
+        # every warp that uses a stage releases it
+        for i in range_constexpr(config.warpgroups):
+            if thread == i * wgmma.WARPGROUP:
+                bars.keys.initialize(1 if self.paged else 1 + WARP, 4, i, config.warpgroups)
+                bars.prepared.initialize(1, 4, i, config.warpgroups)
+        if thread == WARP:
+            bars.queries.initialize(1 + WARP, 4)
+        if thread == 2 * WARP:
+            fill_table(smem.table)
+        if warp == 3:
             for copy in (query_copy, key_copy):
                 cpasync.prefetch_descriptor(copy)
-        if thread == fill_warp * WARP:
-            # one arrival announces bytes, one per lane what lanes copy; every warp that uses a stage releases it
-            bars.keys.initialize(1 if self.paged else 1 + WARP, 4)
-            bars.queries.initialize(1 + WARP, 4)
-            bars.prepared.initialize(1, 4)
-            fill_table(smem.table)
         if const_expr(self.paged):
             prefetch_lengths(warp, config.threads // WARP, groups, windows, cache)
-        cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
+        cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
         scheduler = TileScheduler(
-            config.rows, config.threads // WARP, self.paged, config.keys, groups, windows, smem.counts
+            config.rows, config.threads // WARP, self.paged, config.keys, groups, windows, smem.counts, ends
         )
-        if groups.total() > WARP:
+        if scheduler.is_counted():
             scheduler.count_tiles(warp)
             cute.arch.sync_threads()
 
