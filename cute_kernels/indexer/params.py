@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl import ptx
@@ -29,15 +29,17 @@ KEY_TILE = 64
 """Keys of a tile on Hopper, the rows of a warpgroup's wgmma, and where mma.sync computes products."""
 
 
-def fake_arguments(has_q_scales: bool = False) -> tuple[Any, ...]:
-    """To compile Hopper's and Blackwell's kernels with; some of them take the queries' scales."""
+def fake_arguments(has_q_scales: bool = False, has_pdl: bool = False) -> tuple[Any, ...]:
+    """To compile Hopper's and Blackwell's kernels with; some of them take the queries' scales, some whether they are
+    launched as dependents."""
 
     def matrix() -> Any:
         return make_fake_tensor(Float32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
 
-    numbers = [Int64(0)] * 4 + [Int32(1)] * 2
+    numbers: list[Any] = [Int64(0)] * 4 + [Int32(1)] * 2
     numbers += [Int64(0)] * 4 + [Int32(1)] * 2 + [Int64(0)] * 2 + [Int32(0)]
-    numbers += [Int64(0)] * 3 + [Int32(0)] * 4 + [Int64(0)] * (3 if has_q_scales else 0) + [Int32(1)]
+    numbers += [Int64(0)] * 3 + [Int32(0)] * 4 + [Int64(0)] * (3 if has_q_scales else 0)
+    numbers += [Boolean(False)] * has_pdl + [Int32(1)]
     return matrix(), matrix(), *numbers, make_fake_stream(use_tvm_ffi_env_stream=True)
 
 

@@ -291,6 +291,7 @@ def paged_call(rng: np.random.Generator, paged: Paged, fmt: Any, heads: int, col
         "clean_logits": clean,
         "kv_format": fmt.id,
         "out": torch.empty(requests * next_n, columns),
+        "use_pdl": False,
     }
     return args, q, weights
 

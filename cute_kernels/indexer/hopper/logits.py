@@ -35,7 +35,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Int32, Int64, const_expr, range_constexpr
+from cutlass import Boolean, Float8E4M3FN, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -283,8 +283,8 @@ class LogitsKernel:
     addresses of key 0 and its scale, strides of keys and pages in bytes; keys of a page, pages; address of the block
     table, its stride in bytes and its columns;
     addresses of starts and ends, stride of the ends by request in bytes; number of keys, whether a row's columns begin
-    at its start (-1) or not (0), keys up to which a row is not scored, whether to write -inf where there are no scores,
-    CTAs; stream).
+    at its start (-1) or not (0), keys up to which a row is not scored, whether to write -inf where there are no scores;
+    whether the launch is a dependent of the kernel before; CTAs; stream).
     """
 
     def __init__(self, key: LogitsKey) -> None:
@@ -321,6 +321,7 @@ class LogitsKernel:
         shifts: Int32,
         skip: Int32,
         clean: Int32,
+        use_pdl: Boolean,
         ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
@@ -352,7 +353,9 @@ class LogitsKernel:
             stride_bytes(out, 0),
             clean,
         )
-        kernel.launch(grid=[ctas, 1, 1], block=[config.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True)
+        kernel.launch(
+            grid=[ctas, 1, 1], block=[config.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=use_pdl
+        )
 
     @cute.kernel
     def kernel(
@@ -474,4 +477,4 @@ class LogitsKey(KernelKey):
         return (*used, "bulk.load") if self.paged else used
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return LogitsKernel(self), fake_arguments()
+        return LogitsKernel(self), fake_arguments(has_pdl=True)

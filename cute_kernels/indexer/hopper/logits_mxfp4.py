@@ -36,7 +36,7 @@ from typing import Any, ClassVar, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -611,7 +611,7 @@ class Consumer:
 
 
 class Mxfp4LogitsKernel:
-    """Entry point: as that of hopper/logits.py, and before the number of CTAs the address of the queries' scales and
+    """Entry point: as that of hopper/logits.py, and before what follows these the address of the queries' scales and
     their strides in bytes, by request and row."""
 
     def __init__(self, key: Mxfp4LogitsKey) -> None:
@@ -650,6 +650,7 @@ class Mxfp4LogitsKernel:
         q_scales: Int64,
         q_scales_request: Int64,
         q_scales_row: Int64,
+        use_pdl: Boolean,
         ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
@@ -685,7 +686,9 @@ class Mxfp4LogitsKernel:
             stride_bytes(out, 0),
             clean,
         )
-        kernel.launch(grid=[ctas, 1, 1], block=[config.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True)
+        kernel.launch(
+            grid=[ctas, 1, 1], block=[config.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=use_pdl
+        )
 
     @cute.kernel
     def kernel(
@@ -818,4 +821,4 @@ class Mxfp4LogitsKey(KernelKey):
         return (*used, *["bulk.load"] * self.paged, "mma.sync")
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return Mxfp4LogitsKernel(self), fake_arguments(has_q_scales=True)
+        return Mxfp4LogitsKernel(self), fake_arguments(has_q_scales=True, has_pdl=True)
