@@ -12,7 +12,8 @@ page.
     ring of keys       full: one arrival with the bytes to come and, of contiguous keys, one of every lane, whose
                        scales come by cp.async. empty: one of every warp that reads the stage
     ring of queries    full: one arrival with the bytes to come, one of every lane. empty: one of every warp of the
-                       consumers
+                       consumers; where all consumers share it the last producer warp fills it, and arrives for
+                       consumers that have no tile of the group
 """
 
 from __future__ import annotations

@@ -17,10 +17,12 @@ queries (N = heads times rows of the group, a tile's columns), so that a key's p
 
     ring      full                                              empty                      waits for full, for empty
     keys      codes, scales and header of a tile are there      consumer warps used them   consumer, producer warp
-    queries   codes, weights and windows of a group are there   its last tile is done      consumer, producer warp
+    queries   codes, weights and windows of a group are there   all are done with it       consumer, last producer warp
 
-A stage of either ring always belongs to the same consumer warpgroup and its producer warp: 8 to 12 stages of keys
-(STAGES), which consumers have in turn, and two of queries for each (QUERY_STAGES).
+A stage of keys always belongs to the same consumer warpgroup and its producer warp: 8 to 12 stages (STAGES), which
+consumers have in turn. Queries are those of all consumers, and the last producer warp brings them: copies of their own
+would be asked of the same lines of L2 by all consumers of all CTAs at once. What comes ahead of the first keys decides
+how long a call of few requests takes (perf/notes/logits.md), so producer warps begin with the lengths.
 
 Products of four rows are in two accumulators. While the tensor cores multiply one, the threads add up the other, from
 tile to tile; but products that are under way must not cross the end of a loop (see dsl.wgmma), so a round of the
