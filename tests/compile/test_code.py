@@ -229,12 +229,14 @@ def norms() -> Iterator[Row]:
     deployed = [(arch, "v4-pro") for arch in (HOPPER, "sm_100a", "sm_80", "sm_120a")]
     for arch, model in (*deployed, (HOPPER, "v4-flash")):
         for kernel in (rms.Q_KV, rms.MTP_INPUT, rms.SHARED_HEAD):
-            (key,) = kernel.deployment_keys(MODELS[model], 1, arch)
-            width = [256 * (key.warps if rms.warps_for(width) > 1 else 1) for width in key.widths]
-            vectors = sum(-(-columns // step) for columns, step in zip(key.widths, width, strict=True))
-            most = of_bytes_in_flight(40_000, 32 * key.warps, 16 * -(-vectors // len(key.widths)))
-            ptx = {LOAD_CTA: 2 * vectors, STORE_16: vectors}
-            yield Row(key, most, ptx | waits(arch, len(key.widths)), absent=ROUNDED, threads=32 * key.warps)
+            for key in kernel.deployment_keys(MODELS[model], 1, arch):
+                width = [256 * (key.warps if key.spread or rms.warps_for(n) > 1 else 1) for n in key.widths]
+                vectors = sum(-(-columns // step) for columns, step in zip(key.widths, width, strict=True))
+                most = of_bytes_in_flight(40_000, 32 * key.warps, 16 * -(-vectors // len(key.widths)))
+                if key.spread:
+                    most = of_threads(32 * key.warps)
+                ptx = {LOAD_CTA: 2 * vectors, STORE_16: vectors}
+                yield Row(key, most, ptx | waits(arch, len(key.widths)), absent=ROUNDED, threads=32 * key.warps)
     for fields in (
         *((8, True), (2056, False), (16384, True), (24, True, 4096, True), (3000, False, 12288, True)),
         (5120, True, 5120, False, "int32"),
