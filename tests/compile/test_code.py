@@ -281,9 +281,10 @@ def rotations() -> Iterator[Row]:
         heads = key.heads
         ptx = {LOAD_CTA: 2 * heads + 2, r"\bmul\.rn\.f32": 16 * heads, r"\b(?:add|sub)\.rn\.f32": 8 * heads, "fma": 0}
         ptx |= {STORE_16: 2 * heads} if scales == "none" else {TO_E4M3: 8 * heads, STORE_8: 2 * heads}
-        smem = 0 if scales == "none" else 8 * 4 * key.words
+        smem = 0 if scales == "none" or key.one_token else 8 * 4 * key.words
         most = 65536 // (-(-48 * 1024 // (key.heads * 1024)) * 32)
-        yield Row(key, most, ptx | waits(arch), smem=smem, absent=ROUNDED)
+        threads = 32 * (inv_rope.ONE_TOKEN_WARPS if key.one_token else inv_rope.TOKENS)
+        yield Row(key, most, ptx | waits(arch), smem=smem, absent=ROUNDED, threads=threads)
     for key in inv_rope.ROTATED.deployment_keys(MODELS["v4-pro"], 1, "sm_80"):
         yield Row(key, 255, absent=ROUNDED)
 
