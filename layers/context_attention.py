@@ -424,6 +424,7 @@ class ContextAttention:
             None,
             share.columns,
             kv_format=caches.indexer.kv_format.id,
+            use_pdl=self.layer.options.use_pdl,
         )
         picks = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
         top_k_per_row_decode(logits, shape[1], share.visible, picks, rows, logits.stride(0), 1, k)

@@ -182,6 +182,7 @@ class V41Indexer(torch.nn.Module):
                 None,
                 columns,
                 kv_format=keys.kv_format.id,
+                use_pdl=self.use_pdl,
             )
             if self.takes_candidates:
                 _leave_out_others(logits, candidates[part])

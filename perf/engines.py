@@ -29,6 +29,7 @@ from cute_kernels.layers import PRESETS
 from cute_kernels.runtime.record import Cost
 from perf import measure
 from perf.engine_layers import ENGINES, OURS, RATIOS, Batch, Engine, Sizes, restore, snapshot
+from perf.grid import BETWEEN, draw
 from perf.layer import least_work
 from perf.peers import Product, compile_products
 
@@ -343,8 +344,9 @@ def _drop(engine: Engine) -> None:
 class Case:
     """A cell: a step of a kind of layer with the heads of a rank.
 
-    batch     requests of a decode step, of lengths of their own, up to 255 below the context
-    new       0, or tokens of a prefill of one request after `context` tokens
+    batch        requests of a decode step, of lengths of their own, up to 255 below the context
+    new          0, or tokens of a prefill of one request after `context` tokens
+    is_between   drawn from between those that kernels are tuned for
     """
 
     kind: str
@@ -352,10 +354,17 @@ class Case:
     tp: int
     context: int = 8192
     new: int = 0
+    is_between: bool = False
 
     def name(self, part: str) -> str:
         step = f"prefill {self.new}" if self.new else f"b{self.batch}"
-        return f"{self.kind} {step} ctx{self.context} tp{self.tp} {part}"
+        return f"{self.kind} {step} ctx{self.context} tp{self.tp} {part}" + (f" {BETWEEN}" if self.is_between else "")
+
+    def group(self, part: str) -> str:
+        """Cells that the report sums up."""
+        if self.is_between:
+            return f"{BETWEEN} {part}"
+        return f"prefill {part}" if self.new else part
 
     @property
     def step(self) -> Batch:
@@ -377,7 +386,19 @@ PARTS = INSIDE, "whole"
 def cases() -> list[Case]:
     decode = [Case(kind, b, tp) for tp in (1, 8, 4) for kind in KINDS for b in (1, 8, 64, 256)]
     steps = (2048, 8192), (8192, 8192), (8192, 65536)
-    return decode + [Case(kind, 1, tp, context, new) for tp in (1, 8) for kind in KINDS for new, context in steps]
+    tuned = decode + [Case(kind, 1, tp, context, new) for tp in (1, 8) for kind in KINDS for new, context in steps]
+    order = list(dict.fromkeys(case.layers for case in tuned))
+    return sorted([*tuned, *cases_between()], key=lambda case: order.index(case.layers))
+
+
+def cases_between() -> Iterator[Case]:
+    """Steps of sizes that nobody tunes for: of each kind a decode step, of all heads or of a rank, and a prefill."""
+    for kind in KINDS:
+        for point in draw(f"engines {kind} decode", 1, b=(2, 256), context=(2000, 65536), ranks=(1, 3)):
+            tp = (1, 4, 8)[point["ranks"] - 1]
+            yield Case(kind, point["b"], tp, point["context"], is_between=True)
+        for point in draw(f"engines {kind} prefill", 1, rows=(128, 8192), context=(2000, 100_000)):
+            yield Case(kind, 1, 1, point["context"], point["rows"], is_between=True)
 
 
 def compile_ahead(wanted: Sequence[Case]) -> None:
@@ -471,7 +492,7 @@ def measure_cell(engine: Engine, case: Case, part: str, replays: int) -> dict[st
         ours, theirs = (measure.peak(named[name][0]) for name in (measure.OURS, PEER))
     shape = {
         "case": case.name(part), "T": batch.rows, "kind": case.kind, "tp": case.tp,
-        "group": f"prefill {part}" if case.new else part,
+        "group": case.group(part),
         "peak_bytes": ours, "peer_peak_bytes": theirs,
     }  # fmt: skip
     return {

@@ -23,7 +23,12 @@ GROUPS = {64: 8, 128: 16}
 """Heads -> groups of the output projection, of both models."""
 
 POSITIONS = 65536
-VARIANTS: tuple[dict[str, Any], ...] = ({"heads": 1}, {"heads": 2}, {"heads": 4})
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {"heads": 1},
+    {"heads": 1, "one_token": True},
+    {"heads": 2},
+    {"heads": 4},
+)
 """Fields of InvRopeKey."""
 
 

@@ -73,6 +73,11 @@ HOST_STEPS = 12
 BUILDS = 12
 PEER_STREAMS = 3
 """Beside the main one, as engines have them."""
+CONTEXTS = (2000, 200_000)
+"""Least and most tokens of cells between those that are tuned."""
+SLOW_ROWS = (33, 47)
+"""Least and most decode rows of one more such cell of each model: products take tiles of 64 rows for them
+(perf/notes/gemm.md), so that a row takes longer than of 32 or of 64."""
 MOST_OF_MEMORY = 0.8
 """Share of the free memory that the caches of a cell may take: layers and graphs need some too."""
 CHECKED = 0.05
@@ -171,14 +176,16 @@ def cases(full: bool = False) -> Iterator[Case]:
                 for rows in (512, 2048, 4096):
                     yield Case(model, kind, "prefill", 1, rows, context)
             yield from cases_between(model, kind)
+        for point in draw(f"layer {model} slow rows", 1, kind=(1, len(KINDS)), b=SLOW_ROWS, context=CONTEXTS):
+            kind = list(KINDS)[point["kind"] - 1]
+            yield Case(model, kind, "decode", point["b"], 1, point["context"], is_between=True)
         for b in (1, 8, 64):
             yield Case(model, MODEL, "decode", b, 1, 8192)
 
 
 def cases_between(model: str, kind: str) -> Iterator[Case]:
     """Cells of sizes that nobody tunes for: decode steps, one of a rank's share, and a chunk of a prompt."""
-    what = f"layer {model} {kind}"
-    contexts = (2000, 200_000)
+    what, contexts = f"layer {model} {kind}", CONTEXTS
     for point in draw(f"{what} decode", 2, b=(2, 256), context=contexts):
         yield Case(model, kind, "decode", point["b"], 1, point["context"], is_between=True)
     for point in draw(f"{what} ranks", 1, b=(2, 256), context=contexts, doublings=(1, 3)):
@@ -387,15 +394,15 @@ def least_work(
     hidden = 2 * 2 * tokens * config.hidden_size
     attended = keys = keys_read = rows_read = 0
     for rows, length in zip(query_lengths, lengths, strict=True):
-        visible = length // ratio if ratio > 1 else 0
-        picked = min(visible, config.index_topk) if ratio == 4 else visible
-        window = min(length, config.sliding_window)
-        attended += rows * (picked + window)
+        seen = range(length - rows + 1, length + 1)
+        visible = [tokens // ratio if ratio > 1 else 0 for tokens in seen]
+        picked = sum(min(entries, config.index_topk) if ratio == 4 else entries for entries in visible)
+        attended += picked + sum(min(tokens, config.sliding_window) for tokens in seen)
         # rows that several tokens of a request read are read once
-        rows_read += min(visible, rows * picked) + min(length, window + rows - 1)
-        if ratio == 4 and visible > config.index_topk:
-            keys += rows * visible
-            keys_read += visible
+        rows_read += min(visible[-1], picked) + min(length, config.sliding_window + rows - 1)
+        if ratio == 4 and visible[-1] > config.index_topk:
+            keys += sum(entries for entries in visible if entries > config.index_topk)
+            keys_read += visible[-1]
     index_flops = 2 * keys * config.index_n_heads * config.index_head_dim
     flops = 2 * tokens * numbers + 4 * attended * heads * config.head_dim + index_flops
     return Cost(bytes=weights + hidden + rows_read * row_bytes + keys_read * key_bytes, flops=flops)

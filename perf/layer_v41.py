@@ -36,7 +36,9 @@ from cute_kernels.layers.v41_caches import ENTRY_BLOCK_SIZE, RING_ROWS
 from cute_kernels.layers.v41_config import CANDIDATE_BLOCK
 from cute_kernels.runtime.record import Cost
 from perf import layer
+from perf.grid import draw
 from perf.layer import LAYERS, Case, fill_cache, fill_module, paged
+from perf.picks import TIED, is_listed, largest, shortfall
 
 OP = "layer_v41"
 MODEL = "v4.1-flash"
@@ -51,8 +53,6 @@ summed in another order: 0.004 on an H200. One pick of 512 that is another moves
 QUANTIZED = 0.05
 """The same of scores, whose queries are quantized behind such products: 0.006 on an H200; a head of another scale is
 0.03 away."""
-TIED = 1e-5
-"""Part of a row's largest score by which kernels that sum heads in another order may differ."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,12 @@ def cases(full: bool = False) -> Iterator[V41Case]:
         if kind == "consumer1" or (full and kind.startswith("source")):
             for b in batches:
                 yield V41Case(MODEL, kind, "decode", b, 1, 8192, is_own=True)
-        if full and kind != "draft":
-            yield V41Case(MODEL, kind, "prefill", 1, 2048, 65536)
+        if scores or kind == "window" or (full and kind != "draft"):
+            for context in (0, 65536):
+                for n in (2048, 4096):
+                    yield V41Case(MODEL, kind, "prefill", 1, n, context)
+        for point in draw(f"layer {MODEL} {kind}", 1, b=(2, 256), context=layer.CONTEXTS):
+            yield V41Case(MODEL, kind, "decode", point["b"], rows, point["context"], is_between=True)
 
 
 def build_layers(case: V41Case, longest: int) -> list[DeepseekV41Attention]:
@@ -331,15 +335,15 @@ class Run:
         assert self.scores is not None
         assert self.selection is not None
         assert self.visible is not None
-        largest = self.scores.where(self.scores > -torch.inf, 0.0).abs().amax(dim=1)
-        found = shortfall(self.scores, self.selection.picks) / largest
+        most = largest(self.scores)
+        found = shortfall(self.scores, self.selection.picks) / most
         if self.blocks is not None:
             rest = -self.scores.shape[1] % CANDIDATE_BLOCK
             padded = torch.nn.functional.pad(self.scores, (0, rest), value=-torch.inf)
             maxima = padded.unflatten(1, (-1, CANDIDATE_BLOCK)).amax(dim=2)
             newest = (self.visible[:, None].long() - 1) // CANDIDATE_BLOCK
             maxima.scatter_(1, newest, maxima.amax(dim=1, keepdim=True))
-            found = torch.maximum(found, shortfall(maxima, self.blocks) / largest)
+            found = torch.maximum(found, shortfall(maxima, self.blocks) / most)
         return float(found.max())
 
     def moved(self, other: Run) -> int:
@@ -355,23 +359,6 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
     """Relative difference; scores that are -inf count as 0."""
     one, other = (x.double().where(x != -torch.inf, 0.0) for x in (one, other))
     return float((one - other).norm() / other.norm())
-
-
-def is_listed(lists: torch.Tensor, count: int) -> torch.Tensor:
-    """bool [rows, count]: whether a row's list, in which -1 is none, has each of so many numbers."""
-    found = torch.zeros(len(lists), count + 1, dtype=torch.bool, device=lists.device)
-    return found.scatter_(1, torch.where((lists < 0) | (lists > count), count, lists).long(), True)[:, :count]
-
-
-def shortfall(scores: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
-    """By how much the worst pick of each row is below the best that is left out; infinite where there are too few, or
-    one that may not be picked. Scores that are -inf may not be picked."""
-    may_be, is_picked = scores > -torch.inf, is_listed(picks, scores.shape[1])
-    count = may_be.sum(dim=1).clamp(max=picks.shape[1])
-    is_whole = (is_picked.sum(dim=1) == count) & ((picks >= 0).sum(dim=1) == count) & (may_be | ~is_picked).all(dim=1)
-    worst = scores.where(is_picked, torch.inf).amin(dim=1)
-    best = scores.where(may_be & ~is_picked, -torch.inf).amax(dim=1)
-    return torch.where(is_whole, (best - worst).clamp(min=0.0), torch.inf)
 
 
 def rows_of(selection: V41Selection, rows: slice) -> V41Selection:
@@ -394,7 +381,8 @@ def drawn(counts: torch.Tensor, most: int, g: torch.Generator) -> torch.Tensor:
 
 
 def least_work(one: DeepseekV41Attention, case: V41Case) -> Cost:
-    """Bytes and FLOPs that a call of a cell can't do without."""
+    """Bytes and FLOPs that a call of a cell can't do without. They are set against the rate of bf16: FLOPs of scores,
+    whose products are e4m3 and take half as long, count half."""
     config, ratio = one.config, case.ratios[0]
     window_bytes, entry_bytes, key_bytes = case.record_bytes
     weights = [m.weight for m in one.modules() if isinstance(m, Linear)] + [one.o_proj.wo_a]
@@ -402,16 +390,20 @@ def least_work(one: DeepseekV41Attention, case: V41Case) -> Cost:
     moved = 2 * numbers + 2 * 2 * tokens * config.hidden_size
     attended = keys = 0
     for rows, length in zip(case.query_lengths(), case.lengths(), strict=True):
-        visible = length // ratio if ratio else 0
-        picked = min(visible, config.index_topk)
-        window = min(length, config.sliding_window) + (case.rows if case.is_draft else 0)
-        attended += rows * (picked + window)
-        behind = 0 if case.is_draft else rows - 1
-        moved += min(visible, rows * picked) * entry_bytes + min(length, window + behind) * window_bytes
-        if one.indexer is not None and visible > config.index_topk:
-            candidates = config.candidate_topk_blocks * config.candidate_block_size
-            scored = min(visible, candidates) if one.indexer.takes_candidates else visible
-            keys += rows * scored
-            moved += min(visible, rows * scored) * key_bytes
+        # all rows of a draft see the same
+        seen = [length] * rows if case.is_draft else range(length - rows + 1, length + 1)
+        visible = [count // ratio if ratio else 0 for count in seen]
+        picked = sum(min(entries, config.index_topk) for entries in visible)
+        block = case.rows if case.is_draft else 0
+        attended += picked + sum(min(count, config.sliding_window) + block for count in seen)
+        window = min(length, config.sliding_window) + block if case.is_draft else config.sliding_window + rows - 1
+        moved += min(visible[-1], picked) * entry_bytes + min(length, window) * window_bytes
+        if one.indexer is not None and visible[-1] > config.index_topk:
+            most = (
+                config.candidate_topk_blocks * config.candidate_block_size if one.indexer.takes_candidates else length
+            )
+            scored = sum(min(entries, most) for entries in visible if entries > config.index_topk)
+            keys += scored
+            moved += min(visible[-1], scored) * key_bytes
     flops = 2 * tokens * numbers + 4 * attended * one.num_heads * config.head_dim
-    return Cost(moved, flops + 2 * keys * config.index_n_heads * config.index_head_dim)
+    return Cost(moved, flops + keys * config.index_n_heads * config.index_head_dim)

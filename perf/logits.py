@@ -21,6 +21,9 @@ from perf.measure import Call, compare, number_of_sets
 from perf.peers import deepgemm, load_peer
 
 CONTIGUOUS, PAGED = "mqa_logits", "paged_mqa_logits"
+OUT = 9
+"""Position of the scores in both schemas."""
+
 HEADS = 64
 BLOCK_SIZE = 64
 RATIO = 4
@@ -149,9 +152,10 @@ class LogitsSet:
 
     def right(self, call: Call) -> bool:
         """Whether `call`, which returns its scores or None if it writes into ours, leaves them right in some rows."""
-        self.args[-1].fill_(float("nan"))
+        out = self.args[OUT]
+        out.fill_(float("nan"))
         got = call()
-        return self.check(self.args[-1] if got is None else got)
+        return self.check(out if got is None else got)
 
 
 def prefill_name(rows: int, keys: int, clean: bool, mxfp4: bool = False) -> str:
@@ -213,7 +217,7 @@ def decode(batch: int, next_n: int, keys: int, mxfp4: bool, seed: int, kind: str
         return True
 
     out = _scores(batch * next_n, keys)
-    args = (q, q_scale, pool, weights, lens, table, keys, False, fmt.id, out)
+    args = (q, q_scale, pool, weights, lens, table, keys, False, fmt.id, out, False)
     return LogitsSet(PAGED, args, check)
 
 
@@ -254,8 +258,15 @@ def _portable(s: LogitsSet) -> None:
         select.HOPPER = hopper
 
 
+def _dependent(s: LogitsSet) -> None:
+    """The call, launched as a dependent of the kernel before."""
+    OPS[PAGED].overload(*s.args[:-1], True)
+
+
 def _candidates(op: str, mxfp4: bool, peers: bool, variants: bool, next_n: int = 1) -> dict[str, Any]:
     found: dict[str, Any] = {"ours portable": _portable} if variants else {}
+    if variants and op == PAGED:
+        found["ours dependent"] = _dependent
     if peers and next_n > 1 and not mxfp4:
         found["deepgemm-flattened"] = load_peer("deepgemm", partial(_peer, op, True))
     if peers:

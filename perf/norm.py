@@ -109,11 +109,28 @@ def _variants(op: str, allocating: Run, use_pdl: bool) -> Mapping[str, Run]:
     return {other: lambda *args: OPS[op].overload(*args[:-1], not use_pdl), "ours allocating": allocating}
 
 
+def _q_kv_variants() -> Mapping[str, Run]:
+    """The kernels for few and for many tokens, whatever their number, and those of `_variants`."""
+    from cute_kernels.norm.rms import RmsNormKey
+    from cute_kernels.runtime.arch import arch_of
+    from cute_kernels.runtime.compile import launch
+
+    def run(spread: bool, qr: Any, kv: Any, q_weight: Any, kv_weight: Any, eps: float, *rest: Any) -> None:
+        query, kv_out, use_pdl = rest
+        key = RmsNormKey(arch_of(0), qr.shape[1], False, kv.shape[1], False, spread=spread)
+        launch(key, 0, qr, q_weight, query, kv, kv_weight, kv_out, None, eps, use_pdl)
+
+    return {
+        "ours for few tokens": partial(run, True),
+        "ours for many tokens": partial(run, False),
+        **_variants("fused_q_kv_rmsnorm", _q_kv, True),
+    }
+
+
 def _bench(
-    op: str, make: Any, name: str, widths: tuple[int, ...], peer: Any, allocating: Run, use_pdl: bool = False
+    op: str, make: Any, name: str, widths: tuple[int, ...], peer: Any, variants: Any, use_pdl: bool = False
 ) -> Bench:
     cases = _cases(make, name, widths, use_pdl)
-    variants = partial(_variants, op, allocating, use_pdl)
     between = mark(_cases(make, name, widths, use_pdl, BETWEEN_TOKENS))
     return Bench(
         op,
@@ -199,9 +216,14 @@ Q_KV_QUANT = Bench(
 
 BENCHES = (
     Q_KV_QUANT,
-    _bench("fused_q_kv_rmsnorm", _make_q_kv, "q", Q_RANKS, _vllm_q_kv, _q_kv, use_pdl=True),
-    _bench("fused_mtp_input_rmsnorm", _make_mtp_input, "hidden", HIDDEN, _vllm_mtp_input, _mtp_input),
-    _bench("mtp_shared_head_rmsnorm", _make_shared_head, "hidden", HIDDEN, _vllm_shared_head, _shared_head),
+    _bench("fused_q_kv_rmsnorm", _make_q_kv, "q", Q_RANKS, _vllm_q_kv, _q_kv_variants, use_pdl=True),
+    *(
+        _bench(op, make, "hidden", HIDDEN, peer, partial(_variants, op, allocating, False))
+        for op, make, peer, allocating in (
+            ("fused_mtp_input_rmsnorm", _make_mtp_input, _vllm_mtp_input, _mtp_input),
+            ("mtp_shared_head_rmsnorm", _make_shared_head, _vllm_shared_head, _shared_head),
+        )
+    ),
 )
 
 SWEEPS = {bench.op: bench.sweep for bench in BENCHES}

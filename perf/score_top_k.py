@@ -20,7 +20,7 @@ from cute_kernels.indexer.ops import mqa_logits, paged_mqa_logits, score_top_k_d
 from cute_kernels.runtime.ops import OPS
 from perf import logits
 from perf.grid import draw, facts_between, of_rows
-from perf.logits import CONTIGUOUS, HEADS, LogitsSet
+from perf.logits import CONTIGUOUS, HEADS, OUT, LogitsSet
 from perf.measure import Call, compare, number_of_sets, peak
 from perf.peers import load_peer
 from perf.topk import WORKSPACE, same_picks
@@ -72,7 +72,7 @@ class PickSet:
     @classmethod
     def of(cls, scored: LogitsSet, k: int) -> PickSet:
         is_prefill = scored.op == CONTIGUOUS
-        q, out = scored.args[0], scored.args[-1]
+        q, out = scored.args[0], scored.args[OUT]
         picks = torch.empty(out.shape[0], k, dtype=torch.int32, device=out.device)
         size = chunks.workspace_bytes(
             q.shape[0], out.shape[1], 1 if is_prefill else q.shape[1], k, chunks.WORKSPACE_BYTES
@@ -99,7 +99,7 @@ class PickSet:
 
     def pick(self) -> None:
         """From the scores that are there."""
-        out, picks = self.scored.args[-1], self.picks
+        out, picks = self.scored.args[OUT], self.picks
         if self.op == PREFILL:
             OPS["top_k_per_row_prefill"].overload(out, *self.args[5:7], picks, len(picks), self.k)
         else:

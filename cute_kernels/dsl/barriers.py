@@ -44,9 +44,10 @@ class Ring:
     def empty(self, stage: Any) -> Any:
         return self.first + self.stages + stage
 
-    def initialize(self, arrivals_to_fill: int, arrivals_to_empty: int) -> None:
-        """By one thread; the block (of a cluster: all of it) synchronizes afterwards."""
-        for stage in range(self.stages):
+    def initialize(self, arrivals_to_fill: int, arrivals_to_empty: int, first: int = 0, step: int = 1) -> None:
+        """Of stages `first`, `first` + step, and so on. By one thread; the block (of a cluster: all of it) synchronizes
+        afterwards."""
+        for stage in range(first, self.stages, step):
             cute.arch.mbarrier_init(self.full(stage), arrivals_to_fill)
             cute.arch.mbarrier_init(self.empty(stage), arrivals_to_empty)
         cute.arch.mbarrier_init_fence()

@@ -94,6 +94,10 @@ class LogitsCall(NamedTuple):
         return 1
 
     @property
+    def use_pdl(self) -> bool:
+        return True
+
+    @property
     def rows(self) -> int:
         return int(self.q.shape[0])
 
@@ -128,6 +132,7 @@ class PagedLogitsCall(NamedTuple):
     clean_logits: bool
     kv_format: str
     out: torch.Tensor
+    use_pdl: bool
 
     @property
     def requests(self) -> int:
@@ -282,7 +287,7 @@ class ScoreTopKDecodeCall(NamedTuple):
     def scores(self, out: torch.Tensor) -> PagedLogitsCall:
         """The call of paged_mqa_logits."""
         cache = self.kv_cache, self.weights, self.context_lens, self.block_tables, self.max_model_len
-        return PagedLogitsCall(self.q, self.q_scale, *cache, False, self.kv_format, out)
+        return PagedLogitsCall(self.q, self.q_scale, *cache, False, self.kv_format, out, True)
 
 
 class SelectBlocksCall(NamedTuple):

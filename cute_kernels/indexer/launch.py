@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.indexer import select, topk_select
+from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
 from cute_kernels.indexer.call import LogitsCall, PagedLogitsCall, ScoreTopKDecodeCall, ScoreTopKPrefillCall
 from cute_kernels.indexer.hopper.logits import LogitsKey
 from cute_kernels.indexer.mma_sync.logits import PortableLogitsKey
@@ -43,7 +44,8 @@ def launch_call(call: LogitsCall | PagedLogitsCall, op: str, skip: int) -> None:
         numbers = (*queries, call.requests, call.rows, heads, *keys_and_windows, clean)
     else:
         rows = (call.q.data_ptr(), *call.query_strides(), call.requests, call.rows)
-        numbers = (*rows, *keys_and_windows, clean, *scale_arguments(key, call.q_scale))
+        pdl = () if isinstance(key, BlackwellLogitsKey) else (call.use_pdl,)
+        numbers = (*rows, *keys_and_windows, clean, *scale_arguments(key, call.q_scale), *pdl)
     launch_key(key, device_index, call.weights, call.out, *numbers, ctas)
 
 

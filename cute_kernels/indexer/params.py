@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.dsl import ptx
@@ -29,16 +29,23 @@ KEY_TILE = 64
 """Keys of a tile on Hopper, the rows of a warpgroup's wgmma, and where mma.sync computes products."""
 
 
-def fake_arguments(has_q_scales: bool = False) -> tuple[Any, ...]:
-    """To compile Hopper's and Blackwell's kernels with; some of them take the queries' scales."""
+def fake_arguments(has_q_scales: bool = False, has_pdl: bool = False) -> tuple[Any, ...]:
+    """To compile Hopper's and Blackwell's kernels with; some of them take the queries' scales, some whether they are
+    launched as dependents."""
 
     def matrix() -> Any:
         return make_fake_tensor(Float32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1))
 
-    numbers = [Int64(0)] * 4 + [Int32(1)] * 2
+    numbers: list[Any] = [Int64(0)] * 4 + [Int32(1)] * 2
     numbers += [Int64(0)] * 4 + [Int32(1)] * 2 + [Int64(0)] * 2 + [Int32(0)]
-    numbers += [Int64(0)] * 3 + [Int32(0)] * 4 + [Int64(0)] * (3 if has_q_scales else 0) + [Int32(1)]
+    numbers += [Int64(0)] * 3 + [Int32(0)] * 4 + [Int64(0)] * (3 if has_q_scales else 0)
+    numbers += [Boolean(False)] * has_pdl + [Int32(1)]
     return matrix(), matrix(), *numbers, make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def divide(number: Any, by: int) -> Any:
+    """number // by of a number that is not negative: the DSL's own division minds negative ones, six instructions."""
+    return number >> (by.bit_length() - 1) if by & (by - 1) == 0 else Int32(Uint32(number) // by)
 
 
 class RowGroups(NamedTuple):
@@ -90,7 +97,11 @@ class Windows(NamedTuple):
 
     @cute.jit
     def clip(self, start: Any, end: Any) -> tuple[Any, Any, Any]:
-        """First key, end of the keys (both 0 if there are none) and the key of column 0."""
+        """First key, end of the keys (both 0 if there are none) and the key of column 0. start: the number 0 where rows
+        have no starts."""
+        if const_expr(isinstance(start, int)):
+            stop = cutlass.min(cutlass.min(end, self.limit), self.columns)
+            return Int32(0), (stop if stop > cutlass.max(self.skip, 0) else Int32(0)), Int32(0)
         shift = start & self.shifts
         first = cutlass.max(start, 0)
         stop = Int32(ptx.min_s64(Int64(shift) + Int64(self.columns), Int64(cutlass.min(end, self.limit))))
@@ -101,16 +112,38 @@ class Windows(NamedTuple):
     def load(self, request: Any, row: Any, is_wanted: Any, paged: cutlass.Constexpr) -> tuple[Any, Any, Any]:
         """As `clip`, of a row; no keys if it is not wanted."""
         end = ptx.load_global_s32_where(is_wanted, self.end_address(request, row), is_shared=True)
-        start = Int32(0)
+        start: Any = 0
         if const_expr(not paged):
             start = ptx.load_global_s32_where(is_wanted, self.start_address(row), is_shared=True)
         return self.clip(start, end)
+
+    @cute.jit
+    def load_ends(self, groups: Any, group: Any, rows: cutlass.Constexpr) -> list[Any]:
+        """Ends of a group's rows, -1 of rows that there are not."""
+        is_group = group < groups.total()
+        request, first_row = groups.coords(group if is_group else Int32(0), rows)
+        ends = []
+        for i in cutlass.range_constexpr(rows):
+            is_row = is_group & (first_row + i < groups.count)
+            address = self.end_address(request, first_row + i)
+            ends.append(ptx.load_global_s32_where(is_row, address, is_shared=True))
+        return ends
+
+    @cute.jit
+    def span_of_ends(self, ends: list[Any], keys: cutlass.Constexpr) -> tuple[Any, Any, Any]:
+        """As `span`, of rows that all begin with key 0."""
+        high = Int32(0)
+        for i in cutlass.range_constexpr(len(ends)):
+            high = cutlass.max(high, self.clip(0, ends[i])[1])
+        return Int32(0), high, divide(high + (keys - 1), keys)
 
     @cute.jit
     def span(
         self, groups: Any, group: Any, rows: cutlass.Constexpr, paged: cutlass.Constexpr, keys: cutlass.Constexpr
     ) -> tuple[Any, Any, Any]:
         """First key of a group's tiles of `keys` keys, end of its keys and number of tiles."""
+        if const_expr(paged):
+            return self.span_of_ends(self.load_ends(groups, group, rows), keys)
         is_group = group < groups.total()
         request, first_row = groups.coords(group if is_group else Int32(0), rows)
         low, high = Int32(0x7FFFFFFF), Int32(0)
@@ -119,7 +152,7 @@ class Windows(NamedTuple):
             low = cutlass.min(low, first) if first < stop else low
             high = cutlass.max(high, stop)
         low = low & -keys if high > 0 else Int32(0)
-        return low, high, (high - low + (keys - 1)) // keys
+        return low, high, divide(high - low + (keys - 1), keys)
 
 
 class KeyCache(NamedTuple):
@@ -158,17 +191,22 @@ class KeyCache(NamedTuple):
 
 # ---- tile scheduler
 
+LOOKED_AT = 4 * WARP
+"""Groups up to which every warp that needs a CTA's share finds it by itself."""
+
 COUNTERS = 256
 """Counts of tiles in shared memory, one for each chunk of groups: a multiple of 32 groups."""
 
-LAST_OF_GROUP = 1
-"""Added to the first key of a tile, a multiple of 32 at least, if its consumer has no more tiles of the group."""
+LAST_OF_GROUP, LAST_OF_ALL = 1, 16
+"""Added to the first key of a tile, a multiple of 32 at least, if its consumer has no more tiles of the group; if it
+has none at all, and the group is the CTA's last."""
 
 
 class WorkTile(NamedTuple):
     """What a CTA takes of a group: the group's number, its request and first row, the first key, the end of the group's
     keys, and how many tiles of `keys` keys there are; of those a consumer takes number `own` and every `step`th after
-    it.
+    it. turn: number of the work tile among the CTA's. last: what is
+    added to the first key of a consumer's last tile.
     """
 
     group: Any
@@ -178,15 +216,20 @@ class WorkTile(NamedTuple):
     stop: Any
     count: Any
     own: Any
+    turn: Any
+    last: Any
     step: int
     keys: int
 
+    @property
+    def taken(self) -> Any:
+        """Tiles that the consumer takes; none, or less, where it takes none."""
+        return divide(self.count - self.own + (self.step - 1), self.step)
+
     @cute.jit
     def tagged_key(self, tile: Any) -> Any:
-        """First key of a tile, plus LAST_OF_GROUP if that applies."""
-        return (
-            self.first_key + tile * self.keys + (Int32(LAST_OF_GROUP) if tile >= self.count - self.step else Int32(0))
-        )
+        """First key of a tile, plus LAST_OF_GROUP and LAST_OF_ALL if they apply."""
+        return self.first_key + tile * self.keys + (self.last if tile >= self.count - self.step else Int32(0))
 
 
 @dataclass(frozen=True)
@@ -198,6 +241,8 @@ class TileScheduler:
     paged     whether keys lie in pages
     keys      of a tile
     counts    address of COUNTERS words of shared memory
+    ends      None, or those of the rows of the group that has the lane's number (Windows.load_ends), where rows begin
+              with key 0: a warp that goes through the share has asked for them before it could do anything else
     """
 
     rows: int
@@ -207,6 +252,7 @@ class TileScheduler:
     groups: RowGroups
     windows: Windows
     counts: Any
+    ends: Any = None
 
     @cute.jit
     def count_tiles(self, warp: Any) -> None:
@@ -218,7 +264,7 @@ class TileScheduler:
             tiles = Int32(0)
             for i in cutlass.range(width, unroll=1):
                 group = (chunk * width + i) * WARP + lane
-                tiles += self.windows.span(self.groups, group, self.rows, self.paged, self.keys)[2]
+                tiles += self.span(group)[2]
             tiles = cute.arch.warp_redux_sync(tiles, "add")
             if lane == 0:
                 ptx.store_shared_s32(self.counts + chunk * 4, tiles)
@@ -261,50 +307,80 @@ class TileScheduler:
         return cta * each + cutlass.min(cta, rest), each + (Int32(1) if cta < rest else Int32(0))
 
     @cute.jit
-    def for_each(self, consumer: Any, step: cutlass.Constexpr, work: cutlass.Constexpr, state: Any) -> Any:
-        """state = work(work_tile, state) for all work tiles of which consumer number `consumer` of `step` has tiles."""
+    def for_each(
+        self, consumer: Any, step: cutlass.Constexpr, work: cutlass.Constexpr, state: Any, is_always: Any = False
+    ) -> Any:
+        """state = work(work_tile, state) for all work tiles of which consumer number `consumer` of `step` has tiles, or
+        for all that there are (is_always)."""
         lane = cute.arch.lane_idx()
         base, skipped, remaining = Int32(0), Int32(0), Int32(0)
-        is_counted = self.groups.total() > WARP
-        if is_counted:
+        low, high, tiles = Int32(0), Int32(0), Int32(0)
+        if self.is_counted():
             chunk, skipped, remaining = self.share()
             base = chunk * self.chunk_width() * WARP
-        done, goes_on = Int32(0), is_counted | True
+            low, high, tiles = self.span(base + lane)
+        else:
+            if const_expr(self.ends is None):
+                low, high, tiles = self.span(lane)
+            else:
+                low, high, tiles = self.windows.span_of_ends(self.ends, self.keys)
+            if self.groups.total() <= WARP:
+                skipped, remaining = self.portion(cute.arch.warp_redux_sync(tiles, "add"))
+            else:
+                spans = [(low, high, tiles), *(self.span(lane + first) for first in range(WARP, LOOKED_AT, WARP))]
+                sums = [cute.arch.warp_redux_sync(span[2], "add") for span in spans]
+                skipped, remaining = self.portion(sum(sums[1:], sums[0]))
+                for i in cutlass.range_constexpr(len(spans) - 1):
+                    if (base == i * WARP) & (skipped >= sums[i]):
+                        skipped -= sums[i]
+                        base += WARP
+                        low, high, tiles = spans[i + 1]
+        own, turn, goes_on = Int32(consumer), Int32(0), remaining > 0
         while goes_on:
-            low, high, tiles = self.windows.span(self.groups, base + lane, self.rows, self.paged, self.keys)
             until = self.sum_up_to_lane(tiles)
             here = cute.arch.shuffle_sync(until, WARP - 1)
-            if not is_counted:
-                skipped, remaining = self.portion(here)
             if skipped >= here:
                 skipped -= here
-            elif remaining > 0:
+            else:
                 number = cute.arch.popc(cute.arch.vote_ballot_sync(until <= skipped))
                 skipped -= cute.arch.shuffle_sync(until - tiles, number)
                 while (number < WARP) & (remaining > 0):
                     count = cutlass.min(cute.arch.shuffle_sync(tiles, number) - skipped, remaining)
-                    own = (consumer + step - done % step) % step
-                    if own < count:
+                    if (own < count) | (is_always & (count > 0)):
                         request, first_row = self.groups.coords(base + number, self.rows)
                         first_key = cute.arch.shuffle_sync(low, number) + skipped * self.keys
                         stop = cute.arch.shuffle_sync(high, number)
-                        work_tile = WorkTile(
-                            base + number, request, first_row, first_key, stop, count, own, step, self.keys
-                        )
+                        last = Int32(LAST_OF_GROUP) if count < remaining else Int32(LAST_OF_GROUP + LAST_OF_ALL)
+                        place = base + number, request, first_row, first_key, stop
+                        work_tile = WorkTile(*place, count, own, turn, last, step, self.keys)
                         state = work(work_tile, state)
-                    done += count
+                    turn = turn + 1 if count > 0 else turn
+                    # the first of the next work tile's tiles, if these were before it
+                    own = own - count
+                    if own < 0:
+                        own = own + divide(step - 1 - own, step) * step
                     remaining -= count
                     skipped = Int32(0)
                     number += 1
             base += WARP
             goes_on = remaining > 0
+            if goes_on:
+                low, high, tiles = self.span(base + lane)
         return state
+
+    def span(self, group: Any) -> tuple[Any, Any, Any]:
+        """First key of a group's tiles, end of its keys and number of tiles."""
+        return self.windows.span(self.groups, group, self.rows, self.paged, self.keys)
+
+    def is_counted(self) -> Any:
+        """Whether all warps count tiles (`count_tiles`) before one can find the CTA's share."""
+        return self.groups.total() > LOOKED_AT
 
     @cute.jit
     def sum_up_to_lane(self, number: Any) -> Any:
         lane = cute.arch.lane_idx()
         for i in range_constexpr(5):
-            below = cute.arch.shuffle_sync(number, cutlass.max(lane - (1 << i), 0))
+            below = cute.arch.shuffle_sync_up(number, 1 << i)
             number += below if lane >= (1 << i) else Int32(0)
         return number
 

@@ -12,7 +12,8 @@ page.
     ring of keys       full: one arrival with the bytes to come and, of contiguous keys, one of every lane, whose
                        scales come by cp.async. empty: one of every warp that reads the stage
     ring of queries    full: one arrival with the bytes to come, one of every lane. empty: one of every warp of the
-                       consumers
+                       consumers; where all consumers share it the last producer warp fills it, and arrives for
+                       consumers that have no tile of the group
 """
 
 from __future__ import annotations
@@ -35,19 +36,32 @@ from cute_kernels.indexer.params import (
     TileScheduler,
     Windows,
     WorkTile,
+    divide,
 )
 
 QUERY_STAGES = 2
 """Groups whose queries a consumer has in shared memory: the one in use, and the next."""
 
+SHARED_QUERY_STAGES = 4
+"""The same of all consumers of a CTA together, where they share them."""
+
 HEADER = 4
 """int32 that say what a stage holds: the group, or END where a consumer has no more tiles; the first key, a multiple of
-the tile, plus LAST_OF_GROUP; which TMA boxes of keys exist, a bit each; nothing."""
+the tile, plus LAST_OF_GROUP and LAST_OF_ALL; which TMA boxes of keys exist, a bit each; the turn of the work tile,
+where consumers share queries."""
 
 END = -1
 
 LINE = 128
 """Bytes that L2 fetches."""
+
+MOST_LINES = 128
+"""Of a request's block table that are fetched ahead."""
+
+
+def shared_query_stage(turn: Any) -> Any:
+    """Stage of a work tile's queries, and their phase there."""
+    return turn & (SHARED_QUERY_STAGES - 1), divide(turn, SHARED_QUERY_STAGES) & 1
 
 
 class KeyTile(NamedTuple):
@@ -57,6 +71,7 @@ class KeyTile(NamedTuple):
     group: Any
     tagged_key: Any
     boxes: Any
+    turn: Any = None
 
     @property
     def first_key(self) -> Any:
@@ -67,8 +82,8 @@ class KeyTile(NamedTuple):
 def wait_key_tile(ring: barriers.Ring, headers: Any, stage: Any, phase: Any) -> KeyTile:
     """What comes in a stage, when it is there. By a consumer."""
     ring.wait_full(stage, phase)
-    group, tagged_key, boxes, _ = ptx.load_shared_128(headers + stage * (HEADER * 4))
-    return KeyTile(stage, cute.arch.make_warp_uniform(group), tagged_key, boxes)
+    group, *others = ptx.load_shared_128(headers + stage * (HEADER * 4))
+    return KeyTile(stage, cute.arch.make_warp_uniform(group), *others)
 
 
 @cute.jit
@@ -85,9 +100,9 @@ def release(bars: Any, tile: KeyTile, query_stage: Any, lane: Any) -> None:
 @cute.jit
 def advance(stage: Any, phase: Any, config: cutlass.Constexpr) -> Any:
     """To the next stage of the same producer warp."""
-    for _ in range_constexpr(config.producers):
-        stage, phase = barriers.advance(stage, phase, config.stages)
-    return stage, phase
+    following = stage + config.producers
+    is_end = following >= config.stages
+    return (following - config.stages if is_end else following), (phase ^ 1 if is_end else phase)
 
 
 def code_rows(address: Any, row_bytes: int, shape: tuple[Any, ...], strides: tuple[Any, ...]) -> Any:
@@ -157,25 +172,35 @@ class Producer:
         def bring(work_tile: WorkTile, state: Any) -> Any:
             stage, phase, turn = state
             pages, boxes = self.load_pages(work_tile, Int32(0))
-            query_stage, use = consumer * QUERY_STAGES + turn % QUERY_STAGES, turn // QUERY_STAGES & 1
-            self.copy_queries_async(work_tile, query_stage, use)
+            if const_expr(not shared):
+                query_stage, use = consumer * QUERY_STAGES + turn % QUERY_STAGES, turn // QUERY_STAGES & 1
+                self.copy_queries_async(work_tile, query_stage, use)
+            elif brings_queries:
+                query_stage, use = shared_query_stage(work_tile.turn)
+                self.copy_queries_async(work_tile, query_stage, use)
+                # consumers without a tile of the work tile will not release its queries
+                absent = self.config.producers - work_tile.count
+                if (absent > 0) & (lane == 0):
+                    cute.arch.mbarrier_arrive(self.bars.queries.empty(query_stage), arrive_count=absent * 4)
             stage, phase = self.copy_tiles_async(work_tile, pages, boxes, stage, phase)
             return stage, phase, turn + 1
 
         start = consumer, Int32(0), Int32(0)
-        stage, phase, _ = self.scheduler.for_each(consumer, self.config.producers, bring, start)
+        shared = const_expr(self.config.shares_queries)
+        brings_queries = (consumer == self.config.producers - 1) & shared
+        stage, phase, _ = self.scheduler.for_each(consumer, self.config.producers, bring, start, brings_queries)
         self.bars.keys.wait_empty(stage, phase)
         if lane == 0:
-            self.publish_header(stage, END, 0, 0, 0)
+            self.publish_header(stage, END, 0, 0, 0, 0)
         if const_expr(self.lanes_copy_keys):
             cute.arch.cp_async_mbarrier_arrive_noinc(self.bars.keys.full(stage))
         # no lane ends with copies under way
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
 
-    def publish_header(self, stage: Any, group: Any, tagged_key: Any, boxes: Any, size: Any) -> None:
+    def publish_header(self, stage: Any, group: Any, tagged_key: Any, boxes: Any, turn: Any, size: Any) -> None:
         """Write a stage's header and arrive, with so many bytes to come. By one thread."""
-        header = [Int32(group), Int32(tagged_key), Int32(boxes), Int32(0)]
+        header = [Int32(group), Int32(tagged_key), Int32(boxes), Int32(turn)]
         full = self.bars.keys.full(stage)
         ptx.store_shared_128(self.smem.headers + stage * (HEADER * 4), header)
         cute.arch.mbarrier_arrive_and_expect_tx(full, size)
@@ -251,7 +276,7 @@ class Producer:
             full = ring.full(stage)
             if lane == 0:
                 size = config.keys * config.row_bytes
-                self.publish_header(stage, work_tile.group, work_tile.tagged_key(tile), 1, size)
+                self.publish_header(stage, work_tile.group, work_tile.tagged_key(tile), 1, work_tile.turn, size)
                 ptx.copy_bulk_3d(target + stage * size, copy, (0, key, 0), full.toint())
             place = self.smem.scales + (stage * config.keys + lane) * 4
             for i in range_constexpr(0, config.keys, WARP):
@@ -271,7 +296,7 @@ class Producer:
         copy, target = self.key_copy
         # a lane loads the pages of every `step`th tile's boxes only
         per_load = WARP // config.boxes
-        taken = (work_tile.count - work_tile.own + work_tile.step - 1) // work_tile.step
+        taken = work_tile.taken
         for start in cutlass.range(0, taken, per_load, unroll=1):
             if start > 0:
                 pages, boxes = self.load_pages(work_tile, start)
@@ -280,22 +305,21 @@ class Producer:
                 tile = work_tile.own + (start + i) * work_tile.step
                 lead = i * config.boxes
                 full = ring.full(stage)
-                if lane == 0:
+                if lane == lead:
                     mask = are_there >> lead & ((1 << config.boxes) - 1)
                     ring.wait_empty(stage, phase)
                     size = cute.arch.popc(mask) * (config.box * (config.row_bytes + 4))
-                    self.publish_header(stage, work_tile.group, work_tile.tagged_key(tile), mask, size)
-                for j in range_constexpr(config.boxes):
-                    page, box = (cute.arch.shuffle_sync(held, lead + j) for held in (pages, boxes))
-                    if (lane == 0) & (page >= 0):
-                        number = stage * config.boxes + j
-                        codes = target + number * (config.box * config.row_bytes)
-                        scales = self.smem.scales + number * (config.box * 4)
-                        source = (
-                            self.cache.scales + Int64(page) * self.cache.page_stride + Int64(box) * (config.box * 4)
-                        )
-                        ptx.copy_bulk_3d(codes, copy, (0, box * config.box, page), full.toint(), is_read_once=True)
-                        ptx.copy_bulk(scales, source, config.box * 4, full.toint())
+                    self.publish_header(stage, work_tile.group, work_tile.tagged_key(tile), mask, work_tile.turn, size)
+                # lanes wait in the order of their tiles, and each copies the box whose page it has
+                cute.arch.sync_warp()
+                if (lane >= lead) & (lane < lead + config.boxes) & (pages >= 0):
+                    number = stage * config.boxes + (lane - lead)
+                    codes = target + number * (config.box * config.row_bytes)
+                    scales = self.smem.scales + number * (config.box * 4)
+                    source = self.cache.scales + Int64(pages) * self.cache.page_stride + Int64(boxes) * (config.box * 4)
+                    at = 0, boxes * config.box, pages
+                    ptx.copy_bulk_3d(codes, copy, at, full.toint(), is_read_once=True)
+                    ptx.copy_bulk(scales, source, config.box * 4, full.toint())
                 stage, phase = advance(stage, phase, config)
                 if const_expr(self.scale_preparer is not None):
                     self.scale_preparer.follow()
@@ -315,21 +339,32 @@ class Producer:
         """A lane's TMA box among those of the consumer's tiles from its number `start` on: the number of the box, and
         whether there is one."""
         config, number = self.config, cute.arch.lane_idx()
-        tile = work_tile.own + (start + number // config.boxes) * work_tile.step
-        box = work_tile.first_key // config.box + tile * config.boxes + number % config.boxes
+        tile = work_tile.own + (start + divide(number, config.boxes)) * work_tile.step
+        box = divide(work_tile.first_key, config.box) + tile * config.boxes + number % config.boxes
         return box, (tile < work_tile.count) & (box * config.box < work_tile.stop)
 
 
 @cute.jit
+def ask_for_ends(is_wanted: Any, groups: RowGroups, windows: Windows, rows: cutlass.Constexpr) -> list[Any]:
+    """TileScheduler.ends, asked for when the kernel ahead has ended, where they are wanted. What a warp does next need
+    not wait for them."""
+    ends = [Int32(-1)] * rows
+    if is_wanted:
+        cute.arch.griddepcontrol_wait()
+        ends = windows.load_ends(groups, cute.arch.lane_idx(), rows)
+    return ends
+
+
+@cute.jit
 def prefetch_lengths(warp: Any, warps: cutlass.Constexpr, groups: RowGroups, windows: Windows, cache: KeyCache) -> None:
-    """Have L2 fetch lengths and, of a call with few requests, the block table. That reads nothing, so the kernel before
-    may still be writing them. By all `warps` warps, of which the last asks for a length and a line of the table per
-    lane."""
-    cta, _, _ = cute.arch.block_idx()
-    per_row = cute.ceil_div(cache.table_columns, LINE // 4)
-    number = cta * WARP + cute.arch.lane_idx()
-    row, line = number // per_row, number % per_row
-    address = cache.table + Int64(row) * cache.table_stride + Int64(line) * LINE
-    is_last = warp == warps - 1
-    ptx.prefetch_l2(windows.end_address(number, 0), (number < groups.requests) & is_last)
-    ptx.prefetch_l2(address, (row < groups.requests) & is_last)
+    """Have L2 fetch lengths and block tables, as far as they say of MOST_LINES * 32 pages. That reads nothing, so the
+    kernel before may still be writing them. By all `warps` warps, of which the last asks."""
+    if warp == warps - 1:
+        (cta, _, _), (ctas, _, _), lane = cute.arch.block_idx(), cute.arch.grid_dim(), cute.arch.lane_idx()
+        number = cta * WARP + lane
+        ptx.prefetch_l2(windows.end_address(number, 0), number < groups.requests)
+        lines = cutlass.min(cute.ceil_div(cache.table_columns, LINE // 4), MOST_LINES)
+        for row in cutlass.range(cta, groups.requests, ctas, unroll=1):
+            table = cache.table + Int64(row) * cache.table_stride
+            for line in cutlass.range(lane, lines, WARP, unroll=1):
+                ptx.prefetch_l2(table + Int64(line) * LINE, line < lines)

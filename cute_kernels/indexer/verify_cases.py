@@ -365,7 +365,7 @@ def logits() -> Iterator[Example]:
 
 def paged_logits() -> Iterator[Example]:
     """paged_mqa_logits(q, q_scale, kv_cache, weights, context_lens, block_tables, max_model_len, clean_logits,
-    kv_format, out)"""
+    kv_format, out, use_pdl)"""
     for requests, next_n, heads, page_rows, kv_format in _PAGED + _MANY:
         fmt, mxfp4 = FORMATS[kv_format], kv_format != INDEXER_FP8.id
         are_many = requests >= _MANY[0][0]
@@ -384,8 +384,8 @@ def paged_logits() -> Iterator[Example]:
             weights = torch.randn(requests * next_n, heads, generator=g)
             name = f"{requests} requests of {next_n} rows, {heads} heads, pages of {page_rows}, {kv_format}"
             inputs = q, q_scale, pool, weights, lens, table, columns, clean, kv_format
-            arguments = (*inputs, _poisoned_scores(requests * next_n, columns))
-            yield Example(name + ", clean" * clean, arguments, _agree_paged)
+            arguments = (*inputs, _poisoned_scores(requests * next_n, columns), clean)
+            yield Example(name + ", clean, a dependent launch" * clean, arguments, _agree_paged)
 
 
 def _agree_contiguous(got: Sequence[Any], want: Sequence[Any]) -> str:

@@ -22,9 +22,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream
+from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import ptx
-from cute_kernels.dsl.paging import LANES, BlockTable, Matrix, block_sum, block_table, load_run, matrix, store_run
+from cute_kernels.dsl.paging import LANES, BlockTable, Matrix, block_table, load_run, matrix, store_run
 from cute_kernels.dsl.tensor import address, length
 from cute_kernels.indices.call import TranslateCall
 from cute_kernels.indices.launching import (
@@ -42,6 +43,22 @@ from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
+
+
+@cute.jit
+def block_sum_and_max(summed: Any, largest: Any, warps: cutlass.Constexpr) -> Any:
+    """Sum of one int32 and maximum of another over all threads of a block of so many warps, in every thread. All
+    threads must call."""
+    summed, largest = cute.arch.warp_redux_sync(summed, "add"), cute.arch.warp_redux_sync(largest, "max")
+    if const_expr(warps > 1):
+        staged = SmemAllocator().allocate_tensor(Int32, cute.make_layout(2 * warps))
+        warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // LANES)
+        staged[warp], staged[warps + warp] = summed, largest
+        cute.arch.sync_threads()
+        summed, largest = staged[0], staged[warps]
+        for i in range_constexpr(1, warps):
+            summed, largest = summed + staged[i], cutlass.max(largest, staged[warps + i])
+    return summed, largest
 
 
 @dataclass(frozen=True)
@@ -123,33 +140,46 @@ class TranslateKernel:
 
         # for the one thread that stores the length
         is_valid = ptx.load_global_bool_where(thread == 0, valid + Int64(row))
-        count, missing, end = Int32(0), Int32(0), Int32(0)
-        for start in range(0, picks.columns, self.groups * self.group):
-            count += self.groups * self.group
-            columns = [start + thread * self.width + group * self.group for group in range(self.groups)]
-            runs = []
-            for group in range_constexpr(self.groups):
-                column = columns[group]
-                start_of_run = picks.row(row) + Int64(column) * 4
-                runs.append(load_run(column < picks.columns, start_of_run, self.width, self.through_l1))
-            # in here, because outside of the loop it would be waited for before the picks are under way
-            pages = table.of(ptx.load_global_s32_in_order(requests + Int64(row) * 4, is_shared=True))
-            # a pick that was not loaded is -1, which names nothing
-            found = [[pages.look_up(pick) for pick in run] for run in runs]
-            for group in range_constexpr(self.groups):
-                column = columns[group]
-                slots = [pages.slot_index(one) for one in found[group]]
-                store_run(indices.row(row) + Int64(column) * 4, slots, column < picks.columns)
-                for i, slot in enumerate(slots):
-                    missing += slot >> 31
-                    end = cutlass.max(end, column + i + 1 if slot >= 0 else Int32(0))
+        a_pass = self.groups * self.group
+        count = Int32(a_pass)
+        # nearly every row is one pass: in front of the loop it waits for nothing else
+        missing, end = self.translate(Int32(0), row, thread, picks, requests, table, indices)
+        for start in range(a_pass, picks.columns, a_pass):
+            count += a_pass
+            found = self.translate(start, row, thread, picks, requests, table, indices)
+            missing, end = missing + found[0], cutlass.max(end, found[1])
+        missing, end = block_sum_and_max(missing, end, self.warps)
         # what was not loaded is missing too
-        count += block_sum(missing, self.warps)
-        if block_sum(Int32(end > count), self.warps) > 0:
+        count += missing
+        if end > count:
             cute.arch.sync_threads()
             if thread < LANES:
                 self.close_holes(indices.row(row), indices.columns)
         ptx.store_global_s32(lens + Int64(row) * 4, count if is_valid != 0 else Int32(0), thread == 0)
+
+    @cute.jit
+    def translate(
+        self, start: Any, row: Any, thread: Any, picks: Matrix, requests: Int64, table: BlockTable, indices: Matrix
+    ) -> Any:
+        """A pass. Returns of this thread's picks the number without a slot, negative, and the end of those with one."""
+        columns = [start + thread * self.width + group * self.group for group in range(self.groups)]
+        runs = []
+        for group in range_constexpr(self.groups):
+            start_of_run = picks.row(row) + Int64(columns[group]) * 4
+            runs.append(load_run(columns[group] < picks.columns, start_of_run, self.width, self.through_l1))
+        # behind the picks, as it would be waited for before they are under way
+        pages = table.of(ptx.load_global_s32_in_order(requests + Int64(row) * 4, is_shared=True))
+        # a pick that was not loaded is -1, which names nothing
+        found = [[pages.look_up(pick) for pick in run] for run in runs]
+        missing, end = Int32(0), Int32(0)
+        for group in range_constexpr(self.groups):
+            column = columns[group]
+            slots = [pages.slot_index(one) for one in found[group]]
+            store_run(indices.row(row) + Int64(column) * 4, slots, column < picks.columns)
+            for i, slot in enumerate(slots):
+                missing += slot >> 31
+                end = cutlass.max(end, column + i + 1 if slot >= 0 else Int32(0))
+        return missing, end
 
     @cute.jit
     def close_holes(self, row: Int64, columns: Int32) -> None:

@@ -89,12 +89,14 @@ def fused_q_kv_rmsnorm(
 
     qr          bf16 [T, q_lora_rank], rows of any stride
     kv          bf16 [T, head_dim], rows of any stride
-    q_weight    bf16 or fp32 [q_lora_rank]
+    q_weight    bf16 or fp32 [q_lora_rank]. Constant, as kv_weight: it may be read before the kernels ahead of it have
+                ended (with use_pdl); whoever writes it on that stream puts a launch without use_pdl in between
     kv_weight   bf16 or fp32 [head_dim]
     eps         added to the mean of the squares
     out         (bf16 like qr, bf16 like kv), rows of any stride, or None: allocated, contiguous; mutated. It may be
                 (qr, kv) themselves, either of them
     use_pdl     start while the kernel before on the stream still runs (programmatic dependent launch), and wait for it
+                before qr or kv is read
 
     Returns (qr_out, kv_out). Raises ValueError or TypeError on arguments that do not fit.
     """
@@ -250,7 +252,8 @@ def fused_mtp_input_rmsnorm(
     inputs_embeds            bf16 [T, hidden], rows of any stride
     positions                int64 or int32 [T]
     previous_hidden_states   bf16 [T, hc_mult, hidden], any strides with a dense last dimension
-    enorm_weight             bf16 or fp32 [hidden], for the embeddings
+    enorm_weight             bf16 or fp32 [hidden], for the embeddings. Constant, as hnorm_weight: it may be read before
+                             the kernels ahead of it have ended (with use_pdl)
     hnorm_weight             bf16 or fp32 [hidden], for the residual streams
     eps                      added to the mean of the squares
     hc_mult                  residual streams per token (4)
@@ -258,7 +261,7 @@ def fused_mtp_input_rmsnorm(
                              or None: allocated, contiguous; mutated. It may be (inputs_embeds, previous_hidden_states)
                              themselves, either of them
     use_pdl                  start while the kernel before on the stream still runs (programmatic dependent launch),
-                             and wait for it
+                             and wait for it before anything but the weights is read
 
     Returns (enorm_out, hnorm_out). Raises ValueError or TypeError on arguments that do not fit.
     """
@@ -325,12 +328,13 @@ def mtp_shared_head_rmsnorm(
     """RMS norm in front of the MTP layer's shared head.
 
     hidden_states   bf16 [T, hidden], rows of any stride
-    weight          bf16 or fp32 [hidden]
+    weight          bf16 or fp32 [hidden]. Constant: it may be read before the kernels ahead of it have ended (with
+                    use_pdl)
     eps             added to the mean of the squares
     out             bf16 [T, hidden], rows of any stride, or None: allocated, contiguous; mutated. It may be
                     hidden_states itself
     use_pdl         start while the kernel before on the stream still runs (programmatic dependent launch), and wait for
-                    it
+                    it before hidden_states is read
 
     Returns out. Raises ValueError or TypeError on arguments that do not fit.
     """

@@ -275,11 +275,7 @@ class NormQuantKernel:
         """What a row is multiplied by. All threads of a CTA must call where it takes a row."""
         mine = row.squares(words, lane)
         if self.is_spread:
-            staged[lane] = mine
-            cute.arch.sync_threads()
-            mine = staged[lane % 32]
-            for i in range(1, -(-row.width // VECTOR_COLUMNS)):
-                mine = ptx.add_rn(mine, staged[i * 32 + lane % 32])
+            mine = row.warp_order_sum(mine, lane, staged)
         return ptx.rsqrt(ptx.fma_rn(lanes_sum(mine), Float32(1.0 / row.width), eps))
 
     def normed_query(self, words: Any, factors: Any, scale: Any, lane: Any, target: Any) -> list[Any]:

@@ -10,6 +10,9 @@ streams, several for each token. One warp, or all warps of a CTA, take a row of 
 
 A row is read once and stays in registers: its squares are summed lane by lane, then by shuffles, then over the CTA's
 warps in shared memory. Who sums what follows from the widths alone, so a row's bits do not depend on its batch.
+
+Of few tokens, a CTA takes a row that else a warp would take (`spread`): a lane has one vector, and lanes' squares are
+added in the order in which one warp has them, so that the bits are the same.
 """
 
 from __future__ import annotations
@@ -54,6 +57,9 @@ WARPS = 4
 MOST_WARPS = 16
 """Of a CTA. With more of them a lane's part of a row and its fp32 weights would not fit into registers."""
 
+FEW_TOKENS = 512
+"""Tokens of q and kv up to which a CTA takes a row."""
+
 MOST_COLUMNS = MOST_WARPS * CTA_WARP_COLUMNS
 """Of a row."""
 
@@ -89,6 +95,7 @@ class Row:
         self.is_fp32_weight = is_fp32_weight
         self.has_dependency = has_dependency
         self.positions = positions
+        self.spread = spread
         self.warps = 1 if warps_for(width) == 1 and not spread else cta_warps
         self.rows = cta_warps // self.warps
         self.vectors = -(-width // (self.step * VECTOR))
@@ -109,22 +116,31 @@ class Row:
         """Norm the rows of one CTA. Strides are in bytes."""
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        token = cta * self.rows + warp // self.warps
         lane = thread % (self.warps * 32)
+        if const_expr(self.rows == 1):
+            token = cta
+        else:
+            token = cta * self.rows + warp // self.warps
         # rows past the end load the last row again, and store nothing
         source = Int64(cutlass.min(token, tokens - 1))
+        # constant, so they may be asked for ahead of the kernels before
+        factors = self.load_weight(weight, lane)
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
         words = self.load(x + source * x_token, lane)
         is_zero = self.is_first_position(positions, source)
-        factors = self.load_weight(weight, lane)
         # the next kernel's CTAs start once all loads of this one are under way, and do not compete with them
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_launch_dependents()
-        # a branch keeps the loads together: the assembler would begin to sum before it asks for the weights
+        # a branch keeps the loads together: the assembler would begin to sum before the last is asked for
         if token < tokens:
-            total = lanes_sum(self.squares(words, lane))
-            if const_expr(self.warps > 1):
+            mine = self.squares(words, lane)
+            if const_expr(self.spread):
+                mine = self.warp_order_sum(
+                    mine, lane, SmemAllocator().allocate_tensor(Float32, cute.make_layout(32 * self.warps))
+                )
+            total = lanes_sum(mine)
+            if const_expr(self.warps > 1 and not self.spread):
                 total = self.cta_sum(total, warp)
             scale = ptx.rsqrt(ptx.fma_rn(total, Float32(1.0 / self.width), eps))
             self.store(out + Int64(token) * out_token, lane, words, factors, scale, is_zero)
@@ -147,6 +163,17 @@ class Row:
         for i in range_constexpr(1, self.warps):
             total = ptx.add_rn(total, sums[i])
         return total
+
+    @cute.jit
+    def warp_order_sum(self, mine: Any, lane: Any, staged: Any) -> Any:
+        """Of a row that a CTA takes, in each warp: lanes' sums of squares as one warp that takes it has them. `staged`
+        is shared memory of a float a thread. All threads must call."""
+        staged[lane] = mine
+        cute.arch.sync_threads()
+        mine = staged[lane % 32]
+        for i in range_constexpr(1, -(-self.width // (32 * VECTOR))):
+            mine = ptx.add_rn(mine, staged[i * 32 + lane % 32])
+        return mine
 
     @property
     def step(self) -> int:
@@ -220,15 +247,16 @@ class RmsNormKernel:
     def __init__(self, key: RmsNormKey) -> None:
         has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
         self.warps = key.warps
-        self.first = Row(key.width, key.fp32_weight, key.warps, has_dependency, key.positions)
+        self.first = Row(key.width, key.fp32_weight, key.warps, has_dependency, key.positions, key.spread)
         self.second: Any = None
         if key.second_width:
-            self.second = Row(key.second_width, key.second_fp32_weight, key.warps, has_dependency)
+            self.second = Row(key.second_width, key.second_fp32_weight, key.warps, has_dependency, spread=key.spread)
         self.positions = key.positions
         self.has_dependency = has_dependency
         rows = [row for row in (self.first, self.second) if row is not None]
         kinds = [f"{row.width}_{'fp32' if row.is_fp32_weight else 'bf16'}" for row in rows]
-        self.name = "_".join(["rms_norm", *kinds, *([key.positions] if key.positions else [])])
+        more = [key.positions] * bool(key.positions) + ["spread"] * key.spread
+        self.name = "_".join(["rms_norm", *kinds, *more])
 
     @cute.jit
     def __call__(
@@ -300,7 +328,7 @@ class RmsNormKernel:
         else:
             # neighbours in the grid take the matrices' rows of the same tokens: the streams of a token are neighbours
             # in memory, and one stream after the other was 3% slower (hidden 7168, T = 8192: 290 µs instead of 281)
-            cta, part = divmod(cta, parts)
+            cta, part = divmod(cta, parts) if const_expr(self.positions != "") else (cta >> 1, cta & 1)
             if part == 0:
                 self.first.norm(cta, tokens, eps, x, x_token, weight, out, out_token, positions)
             else:
@@ -326,14 +354,17 @@ class RmsNormKey(KernelKey):
                      the same of its weight
     positions        "int64" or "int32": tokens have positions of that type, and rows of the first matrix at position 0
                      come out as zeros; "": they have none
+    spread           whether a CTA takes each row, although a warp could
     """
 
     kernel_name: ClassVar[str] = "norm.rms"
+    tuning: ClassVar[tuple[str, ...]] = ("spread",)
     width: int
     fp32_weight: bool
     second_width: int = 0
     second_fp32_weight: bool = False
     positions: str = ""
+    spread: bool = False
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -342,11 +373,15 @@ class RmsNormKey(KernelKey):
     @property
     def warps(self) -> int:
         """Of a CTA."""
+        if self.spread:
+            return -(-max(self.widths) // (32 * VECTOR))
         needed = max(warps_for(width) for width in self.widths)
         return WARPS if needed == 1 else needed
 
     @property
     def smem_bytes(self) -> int:
+        if self.spread:
+            return 4 * 32 * self.warps * len(self.widths)
         return sum(4 * self.warps for width in self.widths if warps_for(width) > 1)
 
     @property
@@ -385,8 +420,9 @@ def _key(
     second_width: int = 0,
     second_is_fp32: bool = False,
     positions: str = "",
+    spread: bool = False,
 ) -> RmsNormKey:
-    return RmsNormKey(arch_of(device_index), width, is_fp32, second_width, second_is_fp32, positions)
+    return RmsNormKey(arch_of(device_index), width, is_fp32, second_width, second_is_fp32, positions, spread)
 
 
 # ---- launch
@@ -409,9 +445,15 @@ def why_not_matrix(name: str, x: Any, weight: Any, out: Any) -> str:
     return ""
 
 
+def is_spread(tokens: int, *widths: int) -> bool:
+    """Whether CTAs take the rows of a call. A row that no warp can take alone has a CTA anyway."""
+    return tokens <= FEW_TOKENS and max(widths) <= WARP_COLUMNS
+
+
 def q_kv_keys(config: ModelConfig, tp: int, arch: str) -> list[RmsNormKey]:
     """Every layer norms its latent query and its KV vector; checkpoints have bf16 weights."""
-    return [RmsNormKey(arch, config.q_lora_rank, False, HEAD_DIM, False)]
+    several = dict.fromkeys(is_spread(tokens, config.q_lora_rank, HEAD_DIM) for tokens in (1, FEW_TOKENS + 1))
+    return [RmsNormKey(arch, config.q_lora_rank, False, HEAD_DIM, False, spread=spread) for spread in several]
 
 
 def why_not_q_kv(call: QKvCall) -> str:
@@ -432,8 +474,10 @@ def launch_q_kv(call: QKvCall) -> None:
         return
     device_index = call.qr.device.index
     is_fp32, kv_is_fp32 = call.q_weight.element_size() == 4, call.kv_weight.element_size() == 4
+    tokens, width = call.qr.shape
+    kv_width = call.kv.shape[1]
     launch_key(
-        _key(device_index, call.qr.shape[1], is_fp32, call.kv.shape[1], kv_is_fp32),
+        _key(device_index, width, is_fp32, kv_width, kv_is_fp32, spread=is_spread(tokens, width, kv_width)),
         device_index,
         call.qr,
         call.q_weight,

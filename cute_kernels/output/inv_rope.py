@@ -11,7 +11,8 @@ scales. Every lane rounds its own maximum up to a power of two first: the larges
 power of two fits into half a word, whatever fp32 number the maximum was.
 
 The warps of a CTA take neighbouring tokens, because neighbouring tokens are neighbours in the memory of the scales:
-they meet in shared memory, and the CTA stores whole 32-byte sectors.
+they meet in shared memory, and the CTA stores whole 32-byte sectors. Of few rows no warp waits for another: the warps
+of a CTA take heads of one token, and each stores its own scales.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ TOKENS = 8
 """Of a CTA, one for each of its warps: their fp32 scales of one chunk fill a sector of 32 bytes."""
 
 FEW_ROWS = 2048
-"""Heads of a call, of all tokens together, up to which a warp takes one: they are better spread over more warps."""
+"""Heads of a call, of all tokens together, up to which a warp takes one, and a CTA those of one token: they are better
+spread over more warps."""
+
+ONE_TOKEN_WARPS = 4
+"""Of a CTA that takes heads of one token."""
 
 MANY_ROWS = 32768
 """Heads of a call from which a warp takes four; of fewer it takes two.
@@ -132,10 +137,11 @@ class InvRopeKernel:
         self.arch = key.arch
         self.heads = key.heads
         self.words = key.words
+        self.warps, self.one_token = key.warps, key.one_token
         self.is_quantized = key.scales != "none"
         self.is_packed = key.scales == "packed"
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
-        self.name = f"fused_inv_rope_{key.scales}_h{key.heads}"
+        self.name = f"fused_inv_rope_{key.scales}_h{key.heads}" + "_one_token" * key.one_token
 
     @cute.jit
     def __call__(
@@ -150,7 +156,7 @@ class InvRopeKernel:
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        head_ctas = cute.ceil_div(length(o, 1), self.heads)
+        head_ctas = cute.ceil_div(length(o, 1), self.heads * (self.warps if const_expr(self.one_token) else 1))
         nothing = (Int64(0), Int64(0), Int64(0), Int32(0))
         if const_expr(self.is_quantized):
             memory = (address(scales), stride_bytes(scales, 0), stride_bytes(scales, 1), length(scales, 2))
@@ -174,10 +180,15 @@ class InvRopeKernel:
             cute.fast_divmod_create_divisor_v2(heads_per_group),
             cute.fast_divmod_create_divisor_v2(head_ctas),
         )
-        ctas = cute.ceil_div(length(o, 0), TOKENS) * head_ctas
+        if const_expr(not self.one_token):
+            token_ctas = cute.ceil_div(length(o, 0), TOKENS)
+        elif const_expr(self.is_quantized):
+            token_ctas = length(scales, 2)
+        else:
+            token_ctas = length(o, 0)
         kernel.launch(
-            grid=[ctas, 1, 1],
-            block=[TOKENS * 32, 1, 1],
+            grid=[token_ctas * head_ctas, 1, 1],
+            block=[self.warps * 32, 1, 1],
             stream=stream,
             use_pdl=use_pdl if const_expr(self.has_dependency) else False,
         )
@@ -210,8 +221,10 @@ class InvRopeKernel:
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
         token_cta, head_cta = divmod(cta, head_ctas)
-        token = token_cta * TOKENS + warp
-        first_head = head_cta * self.heads
+        if const_expr(self.one_token):
+            token, first_head = token_cta, (head_cta * self.warps + warp) * self.heads
+        else:
+            token, first_head = token_cta * TOKENS + warp, head_cta * self.heads
         # tokens and heads past the end load the last ones again, and store nothing
         source = Int64(cutlass.min(token, tokens - 1))
         starts = []
@@ -248,16 +261,17 @@ class InvRopeKernel:
                 value = self.lane_scale(lane, words)
 
         if const_expr(self.is_quantized):
-            staged = SmemAllocator().allocate_tensor(Int32, cute.make_layout((self.words, TOKENS)))
-            if lane < self.words:
-                staged[lane, warp] = value
-            cute.arch.sync_threads()
-            # this thread stores value `index` of the CTA's token `member`
-            index, member = thread // TOKENS, thread % TOKENS
-            is_mine = thread < self.words * TOKENS
-            value = staged[index if is_mine else 0, member]
-            token = token_cta * TOKENS + member
-            per_head = 1 if self.is_packed else 4
+            # this thread stores value `index` of a token
+            index, is_mine = lane, lane < self.words
+            if const_expr(not self.one_token):
+                staged = SmemAllocator().allocate_tensor(Int32, cute.make_layout((self.words, TOKENS)))
+                if is_mine:
+                    staged[lane, warp] = value
+                cute.arch.sync_threads()
+                index, is_mine = thread // TOKENS, thread < self.words * TOKENS
+                value = staged[index if is_mine else 0, thread % TOKENS]
+                token = token_cta * TOKENS + thread % TOKENS
+            per_head = 1 if const_expr(self.is_packed) else 4
             number = first_head + index // per_head
             group, offset = divmod(number, group_heads)
             row = offset * per_head + index % per_head
@@ -304,16 +318,23 @@ class InvRopeKey(KernelKey):
     scales    "fp32": one for each chunk; "packed": a word of four exponent bytes for each head; "none": no
               quantization, the result is bf16
     heads     of a token per warp, all in flight together: 1, 2, 4 or 8; FEW_ROWS and MANY_ROWS choose
+    one_token whether the warps of a CTA take heads of one token; else each takes another token
     """
 
     kernel_name: ClassVar[str] = "output.inv_rope_quant"
-    tuning: ClassVar[tuple[str, ...]] = ("heads",)
+    tuning: ClassVar[tuple[str, ...]] = ("heads", "one_token")
     scales: str = "fp32"
     heads: int = 1
+    one_token: bool = False
+
+    @property
+    def warps(self) -> int:
+        """Of a CTA."""
+        return ONE_TOKEN_WARPS if self.one_token else TOKENS
 
     @property
     def smem_bytes(self) -> int:
-        return 0 if self.scales == "none" else self.words * TOKENS * 4
+        return 0 if self.scales == "none" or self.one_token else self.words * TOKENS * 4
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -348,7 +369,8 @@ class InvRopeKey(KernelKey):
 
 def key_for(arch: str, scales: str, rows: int) -> InvRopeKey:
     """The kernel that serves calls of this kind with `rows` heads, of all tokens together."""
-    return InvRopeKey(arch, scales, heads=1 if rows <= FEW_ROWS else 2 if rows < MANY_ROWS else 4)
+    few = rows <= FEW_ROWS
+    return InvRopeKey(arch, scales, heads=1 if few else 2 if rows < MANY_ROWS else 4, one_token=few)
 
 
 def keys_of(scales: str, arch: str) -> list[InvRopeKey]:

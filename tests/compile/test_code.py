@@ -229,12 +229,14 @@ def norms() -> Iterator[Row]:
     deployed = [(arch, "v4-pro") for arch in (HOPPER, "sm_100a", "sm_80", "sm_120a")]
     for arch, model in (*deployed, (HOPPER, "v4-flash")):
         for kernel in (rms.Q_KV, rms.MTP_INPUT, rms.SHARED_HEAD):
-            (key,) = kernel.deployment_keys(MODELS[model], 1, arch)
-            width = [256 * (key.warps if rms.warps_for(width) > 1 else 1) for width in key.widths]
-            vectors = sum(-(-columns // step) for columns, step in zip(key.widths, width, strict=True))
-            most = of_bytes_in_flight(40_000, 32 * key.warps, 16 * -(-vectors // len(key.widths)))
-            ptx = {LOAD_CTA: 2 * vectors, STORE_16: vectors}
-            yield Row(key, most, ptx | waits(arch, len(key.widths)), absent=ROUNDED, threads=32 * key.warps)
+            for key in kernel.deployment_keys(MODELS[model], 1, arch):
+                width = [256 * (key.warps if key.spread or rms.warps_for(n) > 1 else 1) for n in key.widths]
+                vectors = sum(-(-columns // step) for columns, step in zip(key.widths, width, strict=True))
+                most = of_bytes_in_flight(40_000, 32 * key.warps, 16 * -(-vectors // len(key.widths)))
+                if key.spread:
+                    most = of_threads(32 * key.warps)
+                ptx = {LOAD_CTA: 2 * vectors, STORE_16: vectors}
+                yield Row(key, most, ptx | waits(arch, len(key.widths)), absent=ROUNDED, threads=32 * key.warps)
     for fields in (
         *((8, True), (2056, False), (16384, True), (24, True, 4096, True), (3000, False, 12288, True)),
         (5120, True, 5120, False, "int32"),
@@ -279,9 +281,10 @@ def rotations() -> Iterator[Row]:
         heads = key.heads
         ptx = {LOAD_CTA: 2 * heads + 2, r"\bmul\.rn\.f32": 16 * heads, r"\b(?:add|sub)\.rn\.f32": 8 * heads, "fma": 0}
         ptx |= {STORE_16: 2 * heads} if scales == "none" else {TO_E4M3: 8 * heads, STORE_8: 2 * heads}
-        smem = 0 if scales == "none" else 8 * 4 * key.words
+        smem = 0 if scales == "none" or key.one_token else 8 * 4 * key.words
         most = 65536 // (-(-48 * 1024 // (key.heads * 1024)) * 32)
-        yield Row(key, most, ptx | waits(arch), smem=smem, absent=ROUNDED)
+        threads = 32 * (inv_rope.ONE_TOKEN_WARPS if key.one_token else inv_rope.TOKENS)
+        yield Row(key, most, ptx | waits(arch), smem=smem, absent=ROUNDED, threads=threads)
     for key in inv_rope.ROTATED.deployment_keys(MODELS["v4-pro"], 1, "sm_80"):
         yield Row(key, 255, absent=ROUNDED)
 

@@ -58,8 +58,9 @@ def test_compiles(key: BlackwellLogitsKey) -> None:
         # no warpgroup waits for registers that nobody gives back
         assert REGISTERS[0] + config.warpgroups * REGISTERS[1] <= 3 * report.registers
         assert all(number % 8 == 0 for number in REGISTERS)
-    assert report.instructions["tma.load"] == key.rows + config.boxes
-    assert report.instructions.get("bulk.load", 0) == (config.boxes if key.paged else 0)
+    # of a group's rows one each, and one of keys: every lane copies its own box
+    assert report.instructions["tma.load"] == key.rows + 1
+    assert report.instructions.get("bulk.load", 0) == int(key.paged)
     # of uneven halves each has its own code
     traced = key.rows if config.rows % config.row_splits else config.held
     # and each row's sums are in the code once more

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cute_kernels.norm.ops import fused_mtp_input_rmsnorm, fused_q_kv_rmsnorm, mtp_shared_head_rmsnorm
+from cute_kernels.norm.rms import FEW_TOKENS
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls
@@ -152,6 +153,14 @@ def test_values(name: str, dtype: torch.dtype) -> None:
             check(name, OPS[name][1](rows, width, dtype, seed=rows))
 
 
+@pytest.mark.parametrize("width", [24, 1024, 1544, 2048])
+def test_bits_do_not_depend_on_the_batch(width: int) -> None:
+    many = q_kv(FEW_TOKENS + 1, width)
+    few = many | {name: many[name][-3:] for name in ("qr", "kv")}
+    for whole, part in zip(check("fused_q_kv_rmsnorm", many), run("fused_q_kv_rmsnorm", few), strict=True):
+        assert torch.equal(bits(whole[-3:]), bits(part))
+
+
 @each_op
 def test_any_multiple_of_eight(name: str) -> None:
     for width in ODD_WIDTHS:
@@ -211,9 +220,10 @@ def test_rows_beyond_four_gigabytes() -> None:
 
 @each_op
 def test_shapes_and_strides_need_no_new_kernel(name: str) -> None:
-    run(name, OPS[name][1](3))
+    for rows in (3, FEW_TOKENS + 1):
+        run(name, OPS[name][1](rows))
     before = compile_.compilations()
-    for rows in (1, 4, 33, 129):
+    for rows in (1, 4, 33, 129, FEW_TOKENS + 70):
         run(name, OPS[name][1](rows), use_pdl=True)
     assert compile_.compilations() == before
 

@@ -45,3 +45,10 @@ def test_rows_alone_and_dependents(kind: str, monkeypatch: pytest.MonkeyPatch) -
         out.zero_()
     graph.replay()
     assert all(map(torch.equal, kept[-3:], wanted))
+
+
+@pytest.mark.parametrize("context", [0, 300])
+@pytest.mark.parametrize("kind", ["window", "source2", "source1", "consumer1", "index"])
+def test_chunks_of_a_prompt(kind: str, context: int) -> None:
+    """Picks are the best of what each row sees; the first rows of a prompt see less than they may pick."""
+    assert make_step(V41Case(MODEL, kind, "prefill", 1, 90, context)).is_right()

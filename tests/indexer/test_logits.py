@@ -349,7 +349,7 @@ def test_opcheck(fmt: Any) -> None:
     lengths = torch.tensor([[5, 2], [0, 4]], dtype=INT)
     q, scale = case.query(slice(None), 2, 2) if case.mxfp4 else (case.query(slice(None), 2, 2), None)
     out = torch.zeros(4, 6)
-    check_op("paged_mqa_logits", q, scale, pool, case.w(), lengths, table, 6, True, fmt.id, out)
+    check_op("paged_mqa_logits", q, scale, pool, case.w(), lengths, table, 6, True, fmt.id, out, False)
 
 
 @pytest.mark.full

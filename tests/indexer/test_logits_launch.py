@@ -30,11 +30,11 @@ KEYS_AND_WINDOWS = (
 )  # fmt: skip
 QUERIES = "weights", "out", "q", "q_request", "q_row", "q_head"
 Q_SCALES = "q_scale", "q_scale_request", "q_scale_row", "q_scale_head"
-WITH_SCALES = (*QUERIES, "requests", "row_count", *KEYS_AND_WINDOWS[:-1], *Q_SCALES[:-1], KEYS_AND_WINDOWS[-1])
+ROWS = (*QUERIES, "requests", "row_count", *KEYS_AND_WINDOWS[:-1])
 NAMES = {
-    LogitsKey: (*QUERIES, "requests", "row_count", *KEYS_AND_WINDOWS),
-    Mxfp4LogitsKey: WITH_SCALES,
-    BlackwellLogitsKey: WITH_SCALES,
+    LogitsKey: (*ROWS, "use_pdl", "blocks"),
+    Mxfp4LogitsKey: (*ROWS, *Q_SCALES[:-1], "use_pdl", "blocks"),
+    BlackwellLogitsKey: (*ROWS, *Q_SCALES[:-1], "blocks"),
     PortableLogitsKey: (*QUERIES, *Q_SCALES, "requests", "row_count", "heads", *KEYS_AND_WINDOWS),
 }
 Key = LogitsKey | BlackwellLogitsKey | PortableLogitsKey
@@ -105,6 +105,7 @@ def paged(
         "clean_logits": False,
         "kv_format": fmt.id,
         "out": torch.zeros(requests * next_n, columns),
+        "use_pdl": False,
     }
     return {**args, **changes}
 
@@ -146,6 +147,15 @@ def test_pages(gpu: Launches) -> None:
     assert (got["page_stride"], got["page_rows"], got["pages"]) == (8640 + 576, 64, 20)
     assert (got["table_stride"], got["table_columns"]) == (36, 8)
     assert (got["requests"], got["row_count"], got["limit"], got["blocks"]) == (3, 2, 500, 24)
+
+
+@pytest.mark.parametrize("mxfp4_codes", [False, True])
+def test_the_launch_is_a_dependent_if_wanted(gpu: Launches, mxfp4_codes: bool) -> None:
+    """Scores of many rows, and those that picks follow, always are."""
+    for wanted in (False, True):
+        args = paged(use_pdl=wanted)
+        assert gpu.run("paged_mqa_logits", mxfp4(args) if mxfp4_codes else args)[1]["use_pdl"] is wanted
+    assert gpu.run("mqa_logits", contiguous())[1]["use_pdl"] is True
 
 
 @pytest.mark.parametrize(("page_rows", "box"), [(64, 64), (128, 64), (192, 64), (8, 8), (24, 8), (32, 8), (96, 8)])

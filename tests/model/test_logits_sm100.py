@@ -16,6 +16,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels import formats
 from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
 from cute_kernels.indexer.hopper.logits import LogitsKey
+from cute_kernels.indexer.params import LOOKED_AT, WARP
 from tests import oracle
 from tests.compile.reports import compile_report
 from tests.helpers import poisoned_pool
@@ -290,6 +291,7 @@ def paged_call(rng: np.random.Generator, paged: Paged, fmt: Any, heads: int, col
         "clean_logits": clean,
         "kv_format": fmt.id,
         "out": torch.empty(requests * next_n, columns),
+        "use_pdl": False,
     }
     return args, q, weights
 
@@ -348,12 +350,14 @@ def check_pages(
 
 
 def many_tiles(key: BlackwellLogitsKey | LogitsKey, fmt: Any, ptx: Program, events: Any = None) -> None:
-    """A call with more tiles in a block than stages, and, of one row, more groups than a warp has threads; a key is
-    NaN."""
+    """A call with more tiles in a block than stages and, of one row, more groups than a warp looks at, of two more than
+    it has threads; a key is NaN. Hopper's has short groups in a row, so that queries go round before keys do."""
     rng = np.random.default_rng(7)
     skip, most = 20, (key.config.stages + 3) * key.config.keys
-    lens = np.full((34 if key.rows == 1 else 6, key.rows), 20, np.int32)
+    lens = np.full(({1: LOOKED_AT + 2, 2: WARP + 8}.get(key.rows, 8), key.rows), 20, np.int32)
     lens[1], lens[4], lens[-1], lens[2] = 200, most, 130, 0
+    if isinstance(key, LogitsKey):
+        lens[5], lens[6] = 60, 70
     paged = Paged.make(rng, fmt, 64, lens, most)
     # of its neighbours the sums are made again
     paged.spoil(paged.place(4, 200))

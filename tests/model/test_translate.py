@@ -12,6 +12,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indices.translate import TranslateKey
 from tests.compile.reports import compile_report
+from tests.model import orders
 from tests.model.launch import divisor, pack, run_grid
 from tests.model.memory import GlobalMemory
 from tests.model.ptx import parse
@@ -31,7 +32,10 @@ def translated(
     values: list[Any] = [memory.put(picks), 4 * columns, rows, columns, memory.put(requests)]
     values += [memory.put(table), 4 * table.shape[1], *table.shape, *split, named]
     values += [memory.put(valid), out, 4 * columns, rows, columns, lens]
-    run_grid(program, pack(program, values), memory, blocks=rows, size=key.smem_bytes, seed=columns)
+    records, make = orders.recorder(program)
+    run_grid(program, pack(program, values), memory, blocks=rows, size=key.smem_bytes, seed=columns, events=make)
+    for record in records if key.warps > 1 else ():
+        orders.check(record)
     return memory.get(out, (rows, columns), np.int32), memory.get(lens, (rows,), np.int32)
 
 
@@ -60,6 +64,7 @@ def expected(
         (TranslateKey("sm_90a", 1, False, 4, 1), 77, 48),
         (TranslateKey("sm_90a", 1, True, 1, 4, True), 33, 1),
         (TranslateKey("sm_90a", 1, False, 2, 1), 1, 5),
+        (TranslateKey("sm_90a", 4, True, 2, 1), 1040, 64),
     ],
 )
 @pytest.mark.parametrize("holes", [0.0, 0.03, 0.6, 1.0])

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -90,7 +92,13 @@ def test_picks_of_an_earlier_step_take_the_place_of_the_indexers() -> None:
 
 def test_names_tell_cells_and_units_apart() -> None:
     names = [case.name(part) for case in engines.cases() for part in engines.PARTS]
-    assert len(set(names)) == len(names) == 108
+    assert len(set(names)) == len(names) == 120
+    assert len(list(itertools.groupby(case.layers for case in engines.cases()))) == 15, "layers are made once"
+    between = [(case.kind, case.new > 0) for case in engines.cases_between()]
+    assert between == list(itertools.product(engines.KINDS, (False, True)))
+    assert [name.endswith(" between") for name in names].count(True) == 12
+    drawn = next(engines.cases_between())
+    assert (drawn.group("whole"), replace(drawn, is_between=False).group("whole")) == ("between whole", "whole")
     for case in engines.cases():
         assert (case.step.rows, len(case.step.requests)) == ((case.new, 1) if case.new else (case.batch, case.batch))
         assert case.step.longest <= case.layers[2]

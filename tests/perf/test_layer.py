@@ -45,9 +45,11 @@ def test_cases_are_named_apart_and_as_the_records_say() -> None:
     expected |= {f"{model} model decode b{b} ctx8192" for model in ("v4-flash", "v4-pro") for b in (1, 8, 64)}
     assert set(names) == expected
     assert not {case.name.removesuffix(" between") for case in between} & expected
+    slow = [case for case in between if 33 <= case.requests <= 47]
+    assert [(case.model, case.phase, case.tp) for case in slow] == [(model, "decode", 1) for model in PRESETS]
     for model in ("v4-flash", "v4-pro"):
         for kind in ("swa", "c4a", "c128a"):
-            found = [case for case in between if (case.model, case.kind) == (model, kind)]
+            found = [case for case in between if (case.model, case.kind) == (model, kind) and case not in slow]
             assert [(case.phase, case.tp > 1) for case in found] == [
                 *(("decode", False), ("decode", False), ("decode", True), ("prefill", False))
             ]
@@ -111,6 +113,29 @@ def test_the_floor_counts_what_must_move(kind: str) -> None:
         )
     work = layer.least_work(built, case.query_lengths(), case.lengths())
     assert (work.bytes, work.flops) == by_hand(kind)
+
+
+@pytest.mark.parametrize("kind", layer.KINDS)
+@pytest.mark.parametrize(("rows", "length"), [(3000, 3000), (4, 2053), (7, 9000)])
+def test_the_floor_counts_what_each_row_sees(kind: str, rows: int, length: int) -> None:
+    """Of a chunk from the begin of a prompt, of rows of which some need no scores, and of long contexts."""
+    config, ratio = PRESETS["v4-flash"], layer.KINDS[kind]
+    with torch.device("meta"):
+        built = DeepseekV4MultiHeadLatentAttentionWrapper(
+            config,
+            config.layer_of_kind(ratio),
+            options=AttentionOptions(max_model_len=64, max_num_tokens=64),
+            device="meta",
+        )
+    attended = keys = 0
+    for tokens in range(length - rows + 1, length + 1):
+        entries = tokens // ratio if ratio > 1 else 0
+        keys += entries if kind == "c4a" and entries > 512 else 0
+        attended += min(tokens, 128) + (min(entries, 512) if kind == "c4a" else entries)
+    # the first token of a prompt attends to itself
+    products = layer.least_work(built, [1], [1]).flops - 4 * 64 * 512
+    work = layer.least_work(built, [rows], [length])
+    assert work.flops == rows * products + 4 * attended * 64 * 512 + 2 * keys * 64 * 128
 
 
 @pytest.fixture

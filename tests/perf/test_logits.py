@@ -55,10 +55,10 @@ def test_who_is_measured_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
         for next_n in (1, 2)
     }
     for (mxfp4, peers, variants, next_n), found in names.items():
-        assert ("ours portable" in found) == variants
+        assert ("ours portable" in found) == ("ours dependent" in found) == variants
         assert ("deepgemm" in found) == peers
         assert ("deepgemm-flattened" in found) == (peers and not mxfp4 and next_n == 2)
-        assert len(found) == variants + peers * (1 + (not mxfp4 and next_n == 2))
+        assert len(found) == 2 * variants + peers * (1 + (not mxfp4 and next_n == 2))
     assert "no MXFP4" in logits._candidates(logits.PAGED, True, True, False)["deepgemm"]
 
 
@@ -66,7 +66,9 @@ def test_scores_are_checked_where_a_call_leaves_them() -> None:
     """In what it returns or, if it returns nothing, in ours, where none are left of the call before."""
     seen: list[torch.Tensor] = []
     out, theirs = torch.zeros(3), torch.ones(3)
-    s = logits.LogitsSet(logits.CONTIGUOUS, (out,), lambda got: seen.append(got) or bool((got == 1).all()))
+    s = logits.LogitsSet(
+        logits.CONTIGUOUS, (*[None] * logits.OUT, out), lambda got: seen.append(got) or bool((got == 1).all())
+    )
     assert s.right(lambda: theirs)
     assert seen[-1] is theirs
     assert out.isnan().all()

@@ -52,7 +52,7 @@ def sets() -> list[PickSet]:
     pool.view(2, -1)[:, : 64 * 128] = torch.randn(2, 64 * 128, generator=g).to(torch.float8_e4m3fn).view(torch.uint8)
     pool.view(2, -1)[:, 64 * 128 :] = torch.rand(2, 64, generator=g).view(torch.uint8)
     lens, table = torch.tensor([[40], [64], [1]], dtype=torch.int32), torch.tensor([[1], [0], [1]], dtype=torch.int32)
-    decode = q[:, None], None, pool, weights, lens, table, 64, False, INDEXER_FP8.id, torch.empty(3, 64)
+    decode = q[:, None], None, pool, weights, lens, table, 64, False, INDEXER_FP8.id, torch.empty(3, 64), False
     return [
         PickSet.of(logits.LogitsSet(op, args, lambda got: True), k)
         for op, args in ((logits.CONTIGUOUS, prefill), (logits.PAGED, decode))

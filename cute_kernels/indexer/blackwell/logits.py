@@ -125,6 +125,7 @@ class BlackwellConfig:
     warpgroups: ClassVar[int] = CONSUMERS
     warps_beside: ClassVar[int] = 4
     query_stages: ClassVar[int] = QUERY_STAGES
+    shares_queries: ClassVar[bool] = False
 
     @property
     def columns(self) -> int:
@@ -707,7 +708,7 @@ class BlackwellLogitsKernel:
         scheduler = TileScheduler(
             config.rows, config.threads // WARP, self.paged, config.keys, groups, windows, smem.counts
         )
-        if groups.total() > WARP:
+        if scheduler.is_counted():
             scheduler.count_tiles(warp)
             cute.arch.sync_threads()
 

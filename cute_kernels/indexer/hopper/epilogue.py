@@ -97,7 +97,7 @@ class Epilogue:
             row = 2 * i + (self.lane & 1)
             is_row = (row < config.rows) & (first_row + row < groups.count)
             place = smem.windows + (query_stage * 2 * config.rows + (row if is_row else Int32(0))) * 4
-            start = Int32(0)
+            start: Any = 0
             if const_expr(not self.paged):
                 start = ptx.load_shared_s32(place)
             first, stop, shift = windows.clip(start, ptx.load_shared_s32(place + config.rows * 4))

@@ -17,10 +17,12 @@ queries (N = heads times rows of the group, a tile's columns), so that a key's p
 
     ring      full                                              empty                      waits for full, for empty
     keys      codes, scales and header of a tile are there      consumer warps used them   consumer, producer warp
-    queries   codes, weights and windows of a group are there   its last tile is done      consumer, producer warp
+    queries   codes, weights and windows of a group are there   all are done with it       consumer, last producer warp
 
-A stage of either ring always belongs to the same consumer warpgroup and its producer warp: 8 to 12 stages of keys
-(STAGES), which consumers have in turn, and two of queries for each (QUERY_STAGES).
+A stage of keys always belongs to the same consumer warpgroup and its producer warp: 8 to 12 stages (STAGES), which
+consumers have in turn. Queries are those of all consumers, and the last producer warp brings them: copies of their own
+would be asked of the same lines of L2 by all consumers of all CTAs at once. What comes ahead of the first keys decides
+how long a call of few requests takes (perf/notes/logits.md), so producer warps begin with the lengths.
 
 Products of four rows are in two accumulators. While the tensor cores multiply one, the threads add up the other, from
 tile to tile; but products that are under way must not cross the end of a loop (see dsl.wgmma), so a round of the
@@ -35,7 +37,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Int32, Int64, const_expr, range_constexpr
+from cutlass import Boolean, Float8E4M3FN, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -46,6 +48,7 @@ from cute_kernels.indexer.hopper.epilogue import Epilogue, RowState
 from cute_kernels.indexer.params import (
     COUNTERS,
     KEY_TILE,
+    LAST_OF_ALL,
     WARP,
     Fill,
     KeyCache,
@@ -56,13 +59,16 @@ from cute_kernels.indexer.params import (
 )
 from cute_kernels.indexer.producer import (
     HEADER,
-    QUERY_STAGES,
+    SHARED_QUERY_STAGES,
+    KeyTile,
     Producer,
     QueryCopy,
     advance,
+    ask_for_ends,
     code_rows,
     prefetch_lengths,
     release,
+    shared_query_stage,
     wait_key_tile,
 )
 from cute_kernels.runtime.compile import KernelKey
@@ -91,6 +97,8 @@ class LogitsConfig:
 
     keys: ClassVar[int] = KEY_TILE
     row_bytes: ClassVar[int] = INDEX_DIM
+    shares_queries: ClassVar[bool] = True
+    query_stages: ClassVar[int] = SHARED_QUERY_STAGES
     fences_keys: ClassVar[bool] = False
     """Whether threads, not TMA, write the keys that tensor cores read."""
 
@@ -118,11 +126,6 @@ class LogitsConfig:
     def stages(self) -> int:
         """Of the ring of keys."""
         return round_up(STAGES[self.rows], self.warpgroups)
-
-    @property
-    def query_stages(self) -> int:
-        """Of all warpgroups."""
-        return self.warpgroups * QUERY_STAGES
 
     @property
     def warps_beside(self) -> int:
@@ -206,7 +209,7 @@ class Consumer:
         columns = config.columns // config.accumulators
         products = [wgmma.accumulators(mma[0], KEY_TILE, columns) for _ in range(config.accumulators)]
         rows: RowState = epilogue.allocate()
-        stage, phase, group, turn = self.warpgroup, Int32(0), Int32(-1), Int32(-1)
+        stage, phase, group = self.warpgroup, Int32(0), Int32(-1)
         is_running = Int32(1)
         while is_running != 0:
             tile = wait_key_tile(bars.keys, self.smem.headers, stage, phase)
@@ -216,9 +219,9 @@ class Consumer:
                 is_running = Int32(0)
             else:
                 if tile.group != group:
-                    group, turn = tile.group, turn + 1
-                    self.epilogue.load_rows(rows, tile.group, self.wait_queries(turn))
-                query_stage = self.query_stage(turn)
+                    group = tile.group
+                    self.epilogue.load_rows(rows, group, self.wait_queries(tile))
+                query_stage, _ = shared_query_stage(tile.turn)
                 if const_expr(config.accumulators == 1):
                     scale = self.load_scale(stage)
                     wgmma.multiply(*mma, products[0], 0, k, q, stage, query_stage)
@@ -226,6 +229,9 @@ class Consumer:
                     self.epilogue.store_products(0, products[0], rows, tile, scale)
                     release(bars, tile, query_stage, lane)
                     stage, phase = advance(stage, phase, config)
+                    if const_expr(epilogue.paged and not config.fences_keys):
+                        # where lanes copy keys, they still arrive behind them
+                        is_running = Int32(1) if tile.tagged_key & LAST_OF_ALL == 0 else Int32(0)
                 else:
                     scale = self.load_scale(stage)
                     for i in range_constexpr(2):
@@ -241,9 +247,8 @@ class Consumer:
                     else:
                         is_new = after.group != group
                         if is_new:
-                            turn += 1
-                            self.wait_queries(turn)
-                        next_query_stage = self.query_stage(turn)
+                            self.wait_queries(after)
+                        next_query_stage, _ = shared_query_stage(after.turn)
                         next_scale = self.load_scale(stage)
                         for i in range_constexpr(2):
                             wgmma.wait(1)
@@ -263,15 +268,11 @@ class Consumer:
         """That of the thread's key of a tile."""
         return ptx.load_shared_f32(self.smem.scales + (stage * KEY_TILE + self.epilogue.own) * 4)
 
-    def query_stage(self, turn: Any) -> Any:
-        """Of the warpgroup's group number `turn`."""
-        return self.warpgroup * QUERY_STAGES + turn % QUERY_STAGES
-
     @cute.jit
-    def wait_queries(self, turn: Any) -> Any:
-        """The stage with the queries of the warpgroup's group number `turn`, when they are there."""
-        query_stage = self.query_stage(turn)
-        self.bars.queries.wait_full(query_stage, turn // QUERY_STAGES & 1)
+    def wait_queries(self, tile: KeyTile) -> Any:
+        """The stage with the queries of a tile's group, when they are there."""
+        query_stage, phase = shared_query_stage(tile.turn)
+        self.bars.queries.wait_full(query_stage, phase)
         return query_stage
 
 
@@ -284,8 +285,8 @@ class LogitsKernel:
     addresses of key 0 and its scale, strides of keys and pages in bytes; keys of a page, pages; address of the block
     table, its stride in bytes and its columns;
     addresses of starts and ends, stride of the ends by request in bytes; number of keys, whether a row's columns begin
-    at its start (-1) or not (0), keys up to which a row is not scored, whether to write -inf where there are no scores,
-    CTAs; stream).
+    at its start (-1) or not (0), keys up to which a row is not scored, whether to write -inf where there are no scores;
+    whether the launch is a dependent of the kernel before; CTAs; stream).
     """
 
     def __init__(self, key: LogitsKey) -> None:
@@ -322,6 +323,7 @@ class LogitsKernel:
         shifts: Int32,
         skip: Int32,
         clean: Int32,
+        use_pdl: Boolean,
         ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
@@ -353,7 +355,9 @@ class LogitsKernel:
             stride_bytes(out, 0),
             clean,
         )
-        kernel.launch(grid=[ctas, 1, 1], block=[config.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True)
+        kernel.launch(
+            grid=[ctas, 1, 1], block=[config.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=use_pdl
+        )
 
     @cute.kernel
     def kernel(
@@ -390,22 +394,28 @@ class LogitsKernel:
             for layout in (key_layout, query_layout)
         )
         producer_warp, fill_warp = config.warpgroups * 4, config.warpgroups * 5
-        if warp == producer_warp:
+        ends: Any = None
+        if const_expr(self.paged):
+            ends = ask_for_ends((warp >= producer_warp) & (warp < fill_warp), groups, windows, config.rows)
+        # by consumers, which have nothing else to do yet. One arrival announces bytes, one per lane what lanes copy;
+        # every warp that uses a stage releases it
+        for i in range_constexpr(config.warpgroups):
+            if thread == i * wgmma.WARPGROUP:
+                bars.keys.initialize(1 if self.paged else 1 + WARP, 4, i, config.warpgroups)
+        if thread == WARP:
+            bars.queries.initialize(1 + WARP, 4 * config.warpgroups)
+        if warp == 2:
             for copy in (query_copy, key_copy):
                 cpasync.prefetch_descriptor(copy)
-        if thread == fill_warp * WARP:
-            # one arrival announces bytes, one per lane what lanes copy; every warp that uses a stage releases it
-            bars.keys.initialize(1 if self.paged else 1 + WARP, 4)
-            bars.queries.initialize(1 + WARP, 4)
         if const_expr(self.paged):
             prefetch_lengths(warp, config.threads // WARP, groups, windows, cache)
-        cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
+        cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
         scheduler = TileScheduler(
-            config.rows, config.threads // WARP, self.paged, config.keys, groups, windows, smem.counts
+            config.rows, config.threads // WARP, self.paged, config.keys, groups, windows, smem.counts, ends
         )
-        if groups.total() > WARP:
+        if scheduler.is_counted():
             scheduler.count_tiles(warp)
             cute.arch.sync_threads()
 
@@ -469,4 +479,4 @@ class LogitsKey(KernelKey):
         return (*used, "bulk.load") if self.paged else used
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return LogitsKernel(self), fake_arguments()
+        return LogitsKernel(self), fake_arguments(has_pdl=True)

@@ -161,7 +161,7 @@ class CandidateProducer(Producer):
         config, ring = self.config, self.bars.keys
         lane = cute.arch.lane_idx()
         per_load = WARP // config.boxes
-        taken = (work_tile.count - work_tile.own + work_tile.step - 1) // work_tile.step
+        taken = work_tile.taken
         blocks = self.load_blocks(work_tile, Int32(per_load))
         missing = Int32(0) if self.paged else (-places & CANDIDATE_BLOCK - 1) << 1
         for start in cutlass.range(0, taken, per_load, unroll=1):
@@ -180,7 +180,8 @@ class CandidateProducer(Producer):
                     boxes = mask | self.of_tile(cute.arch.vote_ballot_sync(box.is_partial), lead) << PARTIAL
                 ring.wait_empty(stage, phase)
                 if lane == 0:
-                    self.publish_header(stage, work_tile.group, work_tile.tagged_key(tile) | missing, boxes, 0)
+                    tagged = work_tile.tagged_key(tile) | missing
+                    self.publish_header(stage, work_tile.group, tagged, boxes, work_tile.turn, 0)
                 self.copy_codes_async(box.place, lead, mask, stage)
                 self.copy_scales_async(box.place, lead, mask, stage)
                 cute.arch.cp_async_mbarrier_arrive_noinc(ring.full(stage))
@@ -429,7 +430,7 @@ class CandidateLogitsKernel:
         if thread == count_warp * WARP:
             # one arrival announces bytes, one per lane what lanes copy; every warp that uses a stage releases it
             bars.keys.initialize(1 + WARP, 4)
-            bars.queries.initialize(1 + WARP, 4)
+            bars.queries.initialize(1 + WARP, 4 if self.mxfp4 else 4 * config.warpgroups)
             if const_expr(self.mxfp4):
                 bars.prepared.initialize(1, 4)
                 fill_table(smem.table)
@@ -439,7 +440,7 @@ class CandidateLogitsKernel:
         cute.arch.griddepcontrol_launch_dependents()
         warps = config.threads // WARP
         scheduler = TileScheduler(config.rows, warps, self.paged, config.keys, groups, windows, smem.counts)
-        if groups.total() > WARP:
+        if scheduler.is_counted():
             scheduler.count_tiles(warp)
             cute.arch.sync_threads()
 

@@ -36,7 +36,7 @@ from typing import Any, ClassVar, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -65,6 +65,7 @@ from cute_kernels.indexer.producer import (
     Producer,
     QueryCopy,
     advance,
+    ask_for_ends,
     code_rows,
     prefetch_lengths,
 )
@@ -120,6 +121,7 @@ class Mxfp4Config:
     keys: ClassVar[int] = HALVES * KEY_TILE
     row_bytes: ClassVar[int] = INDEX_DIM // 2
     accumulators: ClassVar[int] = 1
+    shares_queries: ClassVar[bool] = False
 
     @property
     def columns(self) -> int:
@@ -609,7 +611,7 @@ class Consumer:
 
 
 class Mxfp4LogitsKernel:
-    """Entry point: as that of hopper/logits.py, and before the number of CTAs the address of the queries' scales and
+    """Entry point: as that of hopper/logits.py, and before what follows these the address of the queries' scales and
     their strides in bytes, by request and row."""
 
     def __init__(self, key: Mxfp4LogitsKey) -> None:
@@ -648,6 +650,7 @@ class Mxfp4LogitsKernel:
         q_scales: Int64,
         q_scales_request: Int64,
         q_scales_row: Int64,
+        use_pdl: Boolean,
         ctas: Int32,
         stream: cuda.CUstream,
     ) -> None:
@@ -683,7 +686,9 @@ class Mxfp4LogitsKernel:
             stride_bytes(out, 0),
             clean,
         )
-        kernel.launch(grid=[ctas, 1, 1], block=[config.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True)
+        kernel.launch(
+            grid=[ctas, 1, 1], block=[config.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=use_pdl
+        )
 
     @cute.kernel
     def kernel(
@@ -722,24 +727,31 @@ class Mxfp4LogitsKernel:
         packed_queries = allocator.allocate_tensor(Float8E4M3FN, query_tiles, byte_alignment=128)
         smem = Smem(*(tensor.iterator.toint() for tensor in (*words, packed_keys, packed_queries)))
         producer_warp, fill_warp = config.warpgroups * 4, config.warpgroups * 5
-        if warp == producer_warp:
+        ends: Any = None
+        if const_expr(self.paged):
+            ends = ask_for_ends((warp >= producer_warp) & (warp < fill_warp), groups, windows, config.rows)
+        # by consumers, which have nothing else to do yet. One arrival announces bytes, one per lane what lanes copy;
+        # every warp that uses a stage releases it
+        for i in range_constexpr(config.warpgroups):
+            if thread == i * wgmma.WARPGROUP:
+                bars.keys.initialize(1 if self.paged else 1 + WARP, 4, i, config.warpgroups)
+                bars.prepared.initialize(1, 4, i, config.warpgroups)
+        if thread == WARP:
+            bars.queries.initialize(1 + WARP, 4)
+        if thread == 2 * WARP:
+            fill_table(smem.table)
+        if warp == 3:
             for copy in (query_copy, key_copy):
                 cpasync.prefetch_descriptor(copy)
-        if thread == fill_warp * WARP:
-            # one arrival announces bytes, one per lane what lanes copy; every warp that uses a stage releases it
-            bars.keys.initialize(1 if self.paged else 1 + WARP, 4)
-            bars.queries.initialize(1 + WARP, 4)
-            bars.prepared.initialize(1, 4)
-            fill_table(smem.table)
         if const_expr(self.paged):
             prefetch_lengths(warp, config.threads // WARP, groups, windows, cache)
-        cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
+        cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
         scheduler = TileScheduler(
-            config.rows, config.threads // WARP, self.paged, config.keys, groups, windows, smem.counts
+            config.rows, config.threads // WARP, self.paged, config.keys, groups, windows, smem.counts, ends
         )
-        if groups.total() > WARP:
+        if scheduler.is_counted():
             scheduler.count_tiles(warp)
             cute.arch.sync_threads()
 
@@ -809,4 +821,4 @@ class Mxfp4LogitsKey(KernelKey):
         return (*used, *["bulk.load"] * self.paged, "mma.sync")
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return Mxfp4LogitsKernel(self), fake_arguments(has_q_scales=True)
+        return Mxfp4LogitsKernel(self), fake_arguments(has_q_scales=True, has_pdl=True)

@@ -575,8 +575,9 @@ class PortableLogitsKernel:
         base = memory.iterator.toint()
         if const_expr(self.has_dependency):
             cute.arch.griddepcontrol_wait()
-        if groups.total() > WARP:
-            self.scheduler(groups, windows, base).count_tiles(warp)
+        scheduler = self.scheduler(groups, windows, base)
+        if scheduler.is_counted():
+            scheduler.count_tiles(warp)
             cute.arch.sync_threads()
         q = mma_sync.Registers("q", config.tiles * 32)
         q.declare()
