@@ -336,9 +336,9 @@ def many_rows_keys(output: str, may_split: bool = False) -> list[GemmKey]:
 
 
 def many_bf16_rows_keys(output: str) -> list[GemmKey]:
-    """The same for bf16 operands. Few rows of layers' weights have their K cut."""
+    """The same for bf16 operands, of which so few rows take no tiles of 80 columns."""
     keys = [tile.key for tile in BF16_TILES if has_result(tile.key, output)]
-    few = halved(key for key in keys if key.splits > 1)
+    few = halved(key for key in keys if key.columns == 64)
     return [with_output(key, output) for key in (*keys, *few)]
 
 
