@@ -67,6 +67,8 @@ from cute_kernels.sparse_mla.ops import (
     sparse_mla_mixed,
     sparse_mla_prefill,
     sparse_mla_prefill_paged,
+    sparse_mla_prefill_paged_form,
+    sparse_mla_prefill_paged_workspace_size,
 )
 
 __version__ = "0.1.0"
@@ -118,6 +120,8 @@ __all__ = [
     "sparse_mla_mixed",
     "sparse_mla_prefill",
     "sparse_mla_prefill_paged",
+    "sparse_mla_prefill_paged_form",
+    "sparse_mla_prefill_paged_workspace_size",
     "top_k_keys",
     "top_k_per_row_decode",
     "top_k_per_row_prefill",

@@ -8,7 +8,7 @@ attention.py                a whole layer; what it is made of:
     linear.py, stacked.py       products, also of several linears at once
     rotary.py, compressor.py    rotary tables; tokens become cache entries
     indexer.py                  which entries a row attends to
-    mla.py, prefill_form.py     attention over the caches; in which form a prefill step takes it
+    mla.py                      attention over the caches
     output.py                   from heads to hidden states
 mtp.py                      norms of the layer that predicts further tokens
 caches.py, metadata.py      pools and their specs; block tables, and what the layers of a step share

@@ -18,6 +18,7 @@ from cute_kernels.linear.ops import fp8_bf16_linear, fp8_linear, fp8_linear_squa
 from cute_kernels.norm.ops import fused_q_kv_rmsnorm, fused_q_kv_rmsnorm_quant
 from cute_kernels.runtime.arch import LARGE_CLUSTERS, arch_of
 from cute_kernels.runtime.checks import Checker
+from cute_kernels.sparse_mla.ops import PREFILL_FORMS
 
 from .bound import BoundSteps, bound_key
 from .caches import INDEX_CACHES, KV_CACHES, SWA_BLOCK_SIZE, LayerCaches
@@ -32,7 +33,6 @@ from .metadata import DeepseekV4Metadata
 from .mla import DeepseekV4FlashInferMLASparseImpl, DeepseekV4MLAAttention, Workspace
 from .output import OutputProjection
 from .parallel import TensorParallel, verify_ranks
-from .prefill_form import PREFILL_FORMS
 from .rotary import RotaryEmbedding
 from .stacked import StackedLinears
 from .streams import graph_streams, run_on_streams, start_on_streams

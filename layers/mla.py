@@ -8,30 +8,30 @@ from typing import Any
 import torch
 from torch import nn
 
+from cute_kernels.formats import round_up
 from cute_kernels.indices.ops import (
     build_flashinfer_mixed_sparse_indices,
-    combine_topk_swa_indices,
     compute_global_topk_indices_and_lens,
 )
 from cute_kernels.kv_cache.ops import (
-    dequantize_and_gather_k_cache,
     fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert,
     fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert,
     fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert,
 )
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.sparse_mla.ops import (
+    PREFILL_FORMS,
     sparse_mla_decode,
     sparse_mla_decode_workspace_size,
     sparse_mla_mixed,
-    sparse_mla_prefill,
     sparse_mla_prefill_paged,
+    sparse_mla_prefill_paged_form,
+    sparse_mla_prefill_paged_workspace_size,
 )
 
 from .caches import KV_BLOCK_SIZE, SWA_BLOCK_SIZE, LayerCaches
 from .config import DeepseekV4Config
 from .metadata import DeepseekV4Metadata
-from .prefill_form import PREFILL_FORMS, prefill_form
 
 PREFILL_CHUNK_SIZE = 4
 """Prefill requests gathered into the workspace at a time."""
@@ -108,6 +108,11 @@ class Workspace:
         """Of all that it holds."""
         return self._buffer.data_ptr(), self._parts.data_ptr()
 
+    def bytes(self, size: int, device: torch.device) -> torch.Tensor:
+        """Uninitialized uint8 [size], the same memory as of `get`."""
+        self._buffer = self._at_least(self._buffer, -(-size // 2), device)
+        return self._buffer.view(torch.uint8)[:size]
+
     def parts(self, size: int, device: torch.device) -> torch.Tensor:
         """`size` bytes of uninitialized fp32, for `sparse_mla_decode`."""
         self._parts = self._at_least(self._parts, size // 4, device)
@@ -119,8 +124,8 @@ class DeepseekV4MLAAttention(nn.Module):
 
     num_heads   heads of this rank
     prefill     "gathered": pages are dequantized into a bf16 workspace first; "paged": straight from the pages; "auto":
-                what is faster for a step by `prefill_form`, and as much workspace as "gathered". Bits differ between
-                forms
+                what is faster for a step by `sparse_mla_prefill_paged_form`, and as much workspace as "gathered". Bits
+                may differ between forms
     batch_invariant
                 no row is split, so that its bits depend on nothing else in a step. Few rows take longer: else
                 how they are cut follows from how many there are. Not with prefill "auto", which goes by the step too
@@ -164,9 +169,13 @@ class DeepseekV4MLAAttention(nn.Module):
         """Allocate the largest workspace a step can need (profiling run)."""
         self._decode_workspace(device)
         if self.prefill != "paged":
-            entries = -(-self.max_model_len // self.compress_ratio) if self.compress_ratio > 1 else 0
-            columns = entries + self.window - 1 + self.max_num_tokens
-            self.workspace.get(PREFILL_CHUNK_SIZE, columns, self.config.head_dim, device)
+            entries, columns = 0, None
+            if self.compress_ratio > 1:
+                page = KV_BLOCK_SIZE // self.compress_ratio
+                entries = round_up(-(-self.max_model_len // self.compress_ratio), page)
+                columns = self.config.index_topk if self.compress_ratio == 4 else None
+            size = self._gathered_bytes(self.max_num_tokens, PREFILL_CHUNK_SIZE, entries, columns)
+            self.workspace.bytes(size, device)
 
     def reserve_parts(self, device: torch.device) -> None:
         """Allocate what decode steps need, once."""
@@ -266,9 +275,11 @@ class DeepseekV4MLAAttention(nn.Module):
         """Of a step's prefill rows."""
         if self.prefill != "auto":
             return self.prefill
-        arch = arch_of(device.index or 0) if device.type == "cuda" else ""
         context = max(m.seq_lens_cpu[m.num_decodes : m.num_decodes + m.num_prefills])
-        return prefill_form(arch, self.compress_ratio, self.num_heads, m.num_prefill_tokens, context)
+        entries = context // self.compress_ratio if self.compress_ratio > 1 else 0
+        columns = self.config.index_topk if self.compress_ratio == 4 else None
+        step = m.num_prefill_tokens, m.num_prefills, self.num_heads, entries, columns
+        return sparse_mla_prefill_paged_form(*step, window_size=self.window, device=device)
 
     def _decode(
         self,
@@ -361,6 +372,7 @@ class DeepseekV4MLAAttention(nn.Module):
             out=out[first:],
             lse=None if lse is None else lse[first:],
             return_lse=False,
+            form="paged",
             output_quant=output_quant,
         )
 
@@ -393,77 +405,45 @@ class DeepseekV4MLAAttention(nn.Module):
         first: int,
         last: int,
     ) -> None:
-        starts, seq_lens = m.query_start_loc_cpu, m.seq_lens_cpu
-        ratio = self.compress_ratio
-        entries, tail = 0, 0
-        for r in range(first, last):
-            query = starts[r + 1] - starts[r]
-            tail = max(tail, query + min(seq_lens[r] - query, self.window - 1))
-            entries = max(entries, seq_lens[r] // ratio if ratio > 1 else 0)
-        columns = entries + tail
-        kv = self.workspace.get(last - first, columns, self.config.head_dim, q.device)
-        seq = m.seq_lens[first:last]
-        gather_lens = m.prefill_gather_lens[first - m.num_decodes : last - m.num_decodes]
-        if caches.compressed is not None:
+        starts = m.query_start_loc_cpu
+        rows, requests = slice(starts[first], starts[last]), slice(first, last)
+        compressed, table, entries = caches.compressed, None, 0
+        if compressed is not None:
             assert m.compressed_block_table is not None
-            assert m.prefill_entry_lens is not None
-            dequantize_and_gather_k_cache(
-                kv,
-                caches.compressed.data,
-                m.prefill_entry_lens[first - m.num_decodes : last - m.num_decodes],
-                None,
-                m.compressed_block_table[first:last],
-                caches.compressed.block_size,
-                0,
-                kv_format=caches.compressed.kv_format.id,
-            )
-        dequantize_and_gather_k_cache(
-            kv,
-            caches.swa.data,
-            seq,
-            gather_lens,
-            m.swa_block_table[first:last],
-            SWA_BLOCK_SIZE,
-            entries,
-            kv_format=caches.swa.kv_format.id,
-        )
-        rows = slice(starts[first], starts[last])
-        picks = self._prefill_picks(m, topk_indices, rows)
-        indices, lens = combine_topk_swa_indices(
-            picks,
-            m.query_start_loc[first : last + 1],
-            seq,
-            gather_lens,
-            self.window,
-            ratio,
-            picks.shape[1],
-            columns,
-            entries,
-        )
-        sparse_mla_prefill(
+            # of what the longest context has
+            entries = round_up(max(m.seq_lens_cpu[requests]) // self.compress_ratio, compressed.block_size)
+            table = m.compressed_block_table[requests, : entries // compressed.block_size]
+        picks = None if topk_indices is None else topk_indices[rows]
+        columns = None if picks is None else picks.shape[1]
+        size = self._gathered_bytes(rows.stop - rows.start, last - first, entries, columns)
+        sparse_mla_prefill_paged(
             q[rows],
-            kv.view(-1, 1, self.config.head_dim),
-            indices[:, None],
+            caches.swa.data,
+            m.swa_block_table[requests],
+            m.query_start_loc[first : last + 1],
+            m.seq_lens[requests],
             self.scale,
+            window_size=self.window,
+            compressed_cache=None if compressed is None else compressed.data,
+            compressed_block_table=table,
+            compress_ratio=self.compress_ratio,
+            topk_indices=picks,
             attn_sink=self.attn_sink,
-            topk_length=lens,
+            kv_format=caches.swa.kv_format.id,
+            compressed_kv_format=caches.swa.kv_format.id if compressed is None else compressed.kv_format.id,
+            num_splits=self.num_splits,
             out=out[rows],
             lse=None if lse is None else lse[rows],
             return_lse=False,
+            workspace=self.workspace.bytes(size, q.device),
+            form="gathered",
             q_norm=q_norm,
             output_quant=output_quant,
         )
 
-    def _prefill_picks(self, m: DeepseekV4Metadata, topk_indices: torch.Tensor | None, rows: slice) -> torch.Tensor:
-        """Compressed entries of prefill rows, request-local: none, the indexer's picks, or all that are visible."""
-        if self.compress_ratio == 1:
-            return torch.empty(rows.stop - rows.start, 0, dtype=torch.int32, device=m.positions.device)
-        if self.compress_ratio == 4:
-            assert topk_indices is not None
-            return topk_indices[rows]
-        assert m.c128a_prefill_topk_indices is not None
-        first = m.num_decode_tokens
-        return m.c128a_prefill_topk_indices[rows.start - first : rows.stop - first]
+    def _gathered_bytes(self, rows: int, requests: int, entries: int, columns: int | None) -> int:
+        """Workspace for so many rows of requests with so many entries at most; columns: of what names entries."""
+        return sparse_mla_prefill_paged_workspace_size(rows, requests, entries, columns, window_size=self.window)
 
 
 class DeepseekV4FlashInferMLASparseImpl(DeepseekV4MLAAttention):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmark of prefill straight from the caches, beside what it does in one: gather both caches, combine the indices,
-and attend to the gathered rows, with this project's prefill and with FlashMLA's."""
+and attend to the gathered rows, with FlashMLA's prefill."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,7 +24,14 @@ from perf.peers import load_peer
 from perf.prefill import CHECKED_ROWS, PORTABLE, RESULTS, in_order, near, portable
 
 OP = "sparse_mla_prefill_paged"
-GATHERED, WHOLE = "ours gathered", "ours whole"
+GATHERED, PAGED, WHOLE = "ours gathered", "ours paged", "ours whole"
+ASKED: dict[str, dict[str, Any]] = {
+    GATHERED: {"form": "gathered"},
+    PAGED: {"form": "paged"},
+    WHOLE: {"num_splits": 1},
+}
+"""What callers may ask for."""
+
 PEER = "flashmla-gathered"
 DECODE_PEER = "flashmla-decode"
 """Names of the other sides. FlashMLA's gather and combination are this project's: the faster ones. Its decode kernel
@@ -34,13 +41,13 @@ MOST_DECODE_ROWS, LEAST_DECODE_HEADS = 256, 64
 """What FlashMLA's decode kernel is timed with: it has one for 64 heads, and one for 128."""
 
 WINDOW, WINDOW_ROWS = 128, 64
+MOST_CUT_ROWS = 64
+"""That the op may split."""
+
 PAGE_ROWS = {4: 64, 128: 2}
 """Positions of the window, rows of its cache's pages, and of those of the compressed cache by ratio."""
 
 TOPK = 512
-
-MOST_CUT_ROWS = 64
-"""That the op may split."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +139,8 @@ class PagedSet:
             "out": torch.empty_like(q),
             "max_logits": torch.empty(rows, shape.heads, device="cuda"),
             "lse": torch.empty(rows, shape.heads, device="cuda"),
+            "workspace": None,
+            "form": "auto",
         }
         entries = context // ratio if ratio else 0
         picks = torch.arange(shape.topk, dtype=torch.int32, device="cuda").repeat(rows, 1)
@@ -151,9 +160,9 @@ class PagedSet:
     def ours(self) -> None:
         sparse_mla_prefill_paged(**self.given)
 
-    def whole(self) -> None:
-        """No row split."""
-        sparse_mla_prefill_paged(**(self.given | {"num_splits": 1}))
+    def asked(self, changes: dict[str, Any]) -> None:
+        """As asked for."""
+        sparse_mla_prefill_paged(**(self.given | changes))
 
     def arguments(self) -> tuple[Any, ...]:
         return in_order(OP, self.given)
@@ -199,9 +208,9 @@ class PagedSet:
         return found
 
     def peaks(self) -> dict[str, int]:
-        """Bytes that the call allocates at most beyond its results, and that those which take its place do, with their
-        workspace."""
-        rows = partial(self.gathered, attend=sparse_mla_prefill)
+        """Bytes that the call allocates at most beyond its results, and that gathering, combining and attending to rows
+        does, with the workspace."""
+        rows = partial(self.gathered, attend=partial(sparse_mla_prefill, return_lse=False))
         return {"peak": peak(self.ours), "peak_gathered": self.workspace.nbytes + peak(rows)}
 
     def right(self, call: Call) -> bool:
@@ -269,9 +278,9 @@ def _candidates(shape: Shape, peers: bool, variants: bool) -> dict[str, Any]:
     if peers and shape.rows <= MOST_DECODE_ROWS and shape.heads >= LEAST_DECODE_HEADS:
         found[DECODE_PEER] = load_peer(DECODE_PEER, _flashmla_decode)
     if variants:
-        found[GATHERED] = partial(PagedSet.gathered, attend=sparse_mla_prefill)
-        if shape.rows <= MOST_CUT_ROWS:
-            found[WHOLE] = PagedSet.whole
+        found |= {name: partial(PagedSet.asked, changes=changes) for name, changes in ASKED.items()}
+        if shape.rows > MOST_CUT_ROWS:
+            del found[WHOLE]
         found[PORTABLE] = lambda s: portable("paged_key", s.ours)
     return found
 
@@ -279,10 +288,9 @@ def _candidates(shape: Shape, peers: bool, variants: bool) -> dict[str, Any]:
 def sweep(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
-    """Records of sparse_mla_prefill_paged, all shapes or those with that many new tokens; as variants this
-    project's gather, combination and prefill, rows that are not split where there are few, and the portable
-    kernel. A record's facts say how many bytes either way
-    allocates, see PagedSet.peaks."""
+    """Records of sparse_mla_prefill_paged, all shapes or those with that many new tokens; as variants both forms, rows
+    that are not split, and the portable kernel. A record's facts say how many bytes either way allocates, see
+    PagedSet.peaks."""
     chosen = of_rows((*SHAPES, *BETWEEN_SHAPES), rows)
     for ratio in PAGE_ROWS:
         PagedSet.make(Shape(1, 4096, 64, ratio), 0).ours()  # compiled before other projects change the DSL
@@ -292,7 +300,9 @@ def sweep(
     for shape in chosen:
         first = PagedSet.make(shape, 0)
         work = cost(*first.arguments())
-        sets = [first, *(PagedSet.make(shape, seed) for seed in range(1, min(number_of_sets(work.bytes), 16)))]
+        others = range(1, min(number_of_sets(work.bytes), 16))
+        # the others' layers share one workspace as well
+        sets = [first, *(replace(PagedSet.make(shape, seed), workspace=first.workspace) for seed in others)]
         facts = {"case": shape.name, "T": shape.rows, "heads": shape.heads, **first.peaks()}
         facts = facts_between(facts) if shape in BETWEEN_SHAPES else facts
         records.append(compare(OP, facts, sets, work, _candidates(shape, peers, variants), replays, products="bf16"))

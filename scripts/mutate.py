@@ -67,7 +67,7 @@ PLANTED = (
     Bug("cute_kernels/compressor/reference.py", 0, "(score - score.amax(dim=1, keepdim=True))", "(score)"),
     Bug("cute_kernels/runtime/ops.py", 0, "(value.dtype, value.get_device(), value.shape", "(value.dtype, value.shape"),
     Bug("cute_kernels/compat/vllm.py", 0, "kv_weight, eps, use_pdl=True)", "kv_weight, eps)"),
-    Bug("layers/mla.py", 0, "self.workspace.get(PREFILL_CHUNK_SIZE, columns", "self.workspace.get(1, columns"),
+    Bug("layers/mla.py", 0, "PREFILL_CHUNK_SIZE, entries, columns)", "1, entries, columns)"),
     Bug("layers/indexer.py", 0, "if last > first and total + entries > self.max_total_entries:", "if False:"),
     Bug("perf/measure.py", 0, "_timing(t[1:], len(candidates[name])", "_timing(t, len(candidates[name])"),
     Bug("perf/measure.py", 0, "            scrub.sum()\n", ""),

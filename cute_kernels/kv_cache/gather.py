@@ -164,9 +164,7 @@ class GatherKernel:
         start = (cta * self.warps + warp) * self.rows
         step = ctas * (self.warps * self.rows)
         scales = pool + Int64(block_size) * FP8_DS_MLA.data_bytes
-        is_rope = lane >= record.ROPE_LANE
-        second_offset = Int64(record.second_offset(lane))
-        third_offset = Int64(record.third_offset(lane))
+        offsets = record.Offsets.of(lane)
         target = out + Int64(request) * out_request
         table += Int64(request) * table_stride
         if const_expr(self.has_dependency):
@@ -187,7 +185,7 @@ class GatherKernel:
             column, _ = divmod(position, page_rows)
             is_named = position >= 0 and column < width and entry >= 0 and entry < pages
             page = entry if is_named else Int32(-1)
-            rows = []
+            rows: list[tuple[Any, Any]] = []
             for i in range_constexpr(self.rows):
                 row_page = cute.arch.shuffle_sync(page, i)
                 _, row = divmod(cutlass.max(first + start + i, 0), page_rows)
@@ -197,8 +195,9 @@ class GatherKernel:
                     places = record.places_v41(pool + base, row, block_size, self.kv_format)
                     rows.append((row_page, record.load_v41(places, lane, self.kv_format)))
                 else:
-                    pieces = second_offset, third_offset, is_rope
-                    rows.append((row_page, self.load_row(pool + base, scales + base, row, lane, pieces)))
+                    data = pool + base + Int64(row) * FP8_DS_MLA.data_bytes
+                    scale = scales + base + Int64(row) * FP8_DS_MLA.scale_bytes
+                    rows.append((row_page, record.load(data, scale, lane, offsets)))
             position += step
             entry = self.load_entry(ptx.load_global_s32_in_order, position, table, width, page_rows)
 
@@ -206,31 +205,13 @@ class GatherKernel:
                 row_page, loaded = rows[i]
                 row_target = target + Int64(start + i) * out_row
                 is_wanted = start + i < count
-                self.store_row(row_target, lane, loaded, is_wanted and row_page >= 0)
+                has_page = is_wanted and row_page >= 0
+                if const_expr(self.kv_format != FP8_DS_MLA.id):
+                    record.store_decoded_v41(row_target, lane, loaded, has_page, self.kv_format, self.arch)
+                else:
+                    record.store_loaded(row_target, lane, loaded, has_page, self.arch)
                 record.store_zeros(row_target, lane, is_wanted and row_page < 0)
             start += step
-
-    def load_row(self, page: Any, scales: Any, row: Any, lane: Any, pieces: Any) -> Any:
-        """Load a lane's share of a row of fp8_ds_mla, of the page at that address. scales: of the page; pieces: where
-        the lane's second and third one are there, and whether they are rope."""
-        second_offset, third_offset, is_rope = pieces
-        data = page + Int64(row) * FP8_DS_MLA.data_bytes
-        scale = scales + Int64(row) * FP8_DS_MLA.scale_bytes
-        codes = ptx.load_global_64_in_order(data + Int64(lane * 8))
-        second = ptx.load_global_64_in_order(data + second_offset)
-        third = ptx.load_global_64_in_order(cutlass.select_(is_rope, data + third_offset, scale))
-        return codes, second, third
-
-    def store_row(self, target: Any, lane: Any, loaded: Any, predicate: Any) -> None:
-        """Store a lane's columns of what load_row has loaded, as bf16."""
-        if self.kv_format != FP8_DS_MLA.id:
-            record.store_decoded_v41(target, lane, loaded, predicate, self.kv_format, self.arch)
-            return
-        codes, second, third = loaded
-        rope = record.rope_words(lane, second, third)
-        # lanes with rope have no scales: they need those of block 3 for their first columns
-        low = cute.arch.shuffle_sync(third[0], lane % record.ROPE_LANE)
-        record.store_decoded(target, lane, codes, second, rope, (low, third[1]), predicate, self.arch)
 
     def load_entry(self, load: Any, position: Any, table: Any, width: Any, page_rows: Any) -> Any:
         """Block table entry of a row of the request, or of the nearest column if the table has none for it."""

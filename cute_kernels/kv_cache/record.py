@@ -168,6 +168,42 @@ def _codes(words: Any, byte: Any, arch: str) -> Any:
 # ---- from a record to its bf16 row
 
 
+class Loaded(NamedTuple):
+    """What a lane has loaded of a record: two words of each of its pieces, of a rope lane both second ones are rope."""
+
+    codes: Any
+    second: Any
+    third: Any
+
+
+class Offsets(NamedTuple):
+    """Of a lane's second and third piece in a record, int64."""
+
+    second: Any
+    third: Any
+
+    @classmethod
+    def of(cls, lane: Any) -> Offsets:
+        return cls(Int64(second_offset(lane)), Int64(third_offset(lane)))
+
+
+def load(data: Any, scales: Any, lane: Any, offsets: Offsets) -> Loaded:
+    """Load a lane's share of the record whose codes and scales are at these addresses."""
+    codes = ptx.load_global_64_in_order(data + Int64(lane * 8))
+    second = ptx.load_global_64_in_order(data + offsets.second)
+    third = cutlass.select_(lane >= ROPE_LANE, data + offsets.third, scales)
+    return Loaded(codes, second, ptx.load_global_64_in_order(third))
+
+
+def store_loaded(target: Any, lane: Any, loaded: Loaded, predicate: Any, arch: str) -> None:
+    """Store a lane's columns of a loaded record as bf16, the row's first column at `target`, where predicate holds. All
+    lanes of the warp must call."""
+    rope = rope_words(lane, loaded.second, loaded.third)
+    # lanes with rope have no scales: they need those of block 3 for their first columns
+    low = cute.arch.shuffle_sync(loaded.third[0], lane % ROPE_LANE)
+    store_decoded(target, lane, loaded.codes, loaded.second, rope, (low, loaded.third[1]), predicate, arch)
+
+
 @cute.jit
 def store_decoded(
     target: Any,

@@ -44,6 +44,7 @@ from cute_kernels.sparse_mla.ops import (
     sparse_mla_decode_workspace_size,
     sparse_mla_prefill,
     sparse_mla_prefill_paged,
+    sparse_mla_prefill_paged_form,
 )
 
 if TYPE_CHECKING:
@@ -247,6 +248,7 @@ class Prefill(Engines):
                 attn_sink=self.attn_sink,
                 out=output,
                 return_lse=False,
+                form="paged",
             )
             return
         if attn_metadata is not None and picks is None:
@@ -255,13 +257,10 @@ class Prefill(Engines):
 
     def _reads_pages(self, q: torch.Tensor, swa_metadata: Any) -> bool:
         """Whether reading the pages is faster than gathering them first, by the lengths that the host knows."""
-        if q.device.type != "cuda":
-            return False
-        from cute_kernels.layers.prefill_form import prefill_form
-        from cute_kernels.runtime.arch import arch_of
-
-        arch, context = arch_of(q.device.index), int(swa_metadata.prefill_seq_lens_cpu.max())
-        return prefill_form(arch, self.compress_ratio, q.shape[1], q.shape[0], context) == "paged"
+        entries = int(swa_metadata.prefill_seq_lens_cpu.max()) // self.compress_ratio if self.compress_ratio > 1 else 0
+        columns = self.topk_indices_buffer.shape[1] if self.compress_ratio == 4 else None
+        step = q.shape[0], swa_metadata.num_prefills, q.shape[1], entries, columns
+        return sparse_mla_prefill_paged_form(*step, window_size=self.window_size, device=q.device) == "paged"
 
     def _gather_and_attend(
         self,

@@ -11,8 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.sparse_mla import schedule
-from cute_kernels.sparse_mla.arguments import as_floats, list_tiles
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
+from cute_kernels.sparse_mla import gathered, schedule
+from cute_kernels.sparse_mla.arguments import MOST_NUMBERS, as_floats, list_tiles
+
+MOST_KEYS, MOST_COLUMNS, MOST_PAGE_BYTES = 2**29, 2**29, 2**31
+"""Paged prefill's kernels but the portable one take calls with fewer than so many: entries and positions that a table
+has room for, of each cache; columns of a query row; bytes of a page."""
 
 
 class DecodeCall(NamedTuple):
@@ -159,6 +164,10 @@ class PagedCall(NamedTuple):
     out: torch.Tensor
     max_logits: torch.Tensor | None
     lse: torch.Tensor | None
+    workspace: torch.Tensor | None = None
+    form: str = "auto"
+    q_squares: torch.Tensor | None = None
+    q_norm_eps: float = 0.0
     positions: torch.Tensor | None = None
     cos_sin_cache: torch.Tensor | None = None
     out_scale: torch.Tensor | None = None
@@ -166,6 +175,11 @@ class PagedCall(NamedTuple):
     @property
     def is_quantized(self) -> bool:
         return self.positions is not None
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether queries are still to be normed and rotated, from gathered rows."""
+        return self.q_squares is not None
 
     @property
     def compressed(self) -> str:
@@ -207,6 +221,49 @@ class PagedCall(NamedTuple):
             return int(self.topk_indices.shape[1])
         assert self.compressed_block_table is not None
         return int(self.compressed_block_table.shape[1] * self.compressed_cache.shape[1])
+
+    @property
+    def gathered_shape(self) -> gathered.GatheredShape:
+        """Of what the rows of both caches are gathered into."""
+        entries = 0
+        if self.compressed_cache is not None:
+            assert self.compressed_block_table is not None
+            entries = int(self.compressed_block_table.shape[1] * self.compressed_cache.shape[1])
+        rows, requests = int(self.q.shape[0]), int(self.seq_lens.shape[0])
+        return gathered.GatheredShape.of(rows, requests, self.window_size, entries, self.columns)
+
+    def gathered_tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The workspace as rows bf16 [rows, 1, 512], lists int32 [T, 1, columns] and their lengths int32 [T]."""
+        assert self.workspace is not None
+        shape, memory = self.gathered_shape, self.workspace.view(torch.uint8)
+        ends = shape.row_bytes, shape.row_bytes + shape.list_bytes, shape.nbytes
+        kv = memory[: ends[0]].view(torch.bfloat16).view(shape.rows, 1, HEAD_DIM)
+        indices = memory[ends[0] : ends[1]].view(torch.int32).view(shape.lists, 1, shape.columns)
+        return kv, indices, memory[ends[1] : ends[2]].view(torch.int32)
+
+    def is_gathered(self, arch: str, sms: int, most: int) -> bool:
+        """Whether rows are gathered first, on a GPU with so many multiprocessors and into so many bytes at most, of
+        which a call that asks for it has enough."""
+        if self.form != "auto":
+            return self.form == "gathered"
+        if self.num_splits or self.split_tokens or arch not in gathered.AUTO_GATHER_ARCHS or not self.is_countable:
+            return False
+        shape = self.gathered_shape
+        if shape.nbytes > most or shape.rows >= MOST_NUMBERS:
+            return False
+        return gathered.is_gathered_faster(shape, self.q.shape[1], self.max_tiles, sms)
+
+    @property
+    def is_countable(self) -> bool:
+        """Whether caches have the format of kernels that count what they have in int32."""
+        return (
+            set(self.formats) == {FP8_DS_MLA.id}
+            and self.columns < MOST_COLUMNS
+            and all(
+                pool.shape[1] * FP8_DS_MLA.row_elements < MOST_PAGE_BYTES and table.shape[1] * pool.shape[1] < MOST_KEYS
+                for pool, table in self.pools
+            )
+        )
 
     @property
     def max_tiles(self) -> int:

@@ -222,7 +222,10 @@ def why_not_paged(call: PagedCall) -> str:
     """Why no kernel can take a call, or nothing."""
     if not set(call.formats).isdisjoint(select.V41_SPLIT):
         return f"split pages of V4.1's own records are supported on a CPU, got {' and '.join(call.formats)}"
-    why = misaligned_results(call, _why_not_codes(call) if call.is_quantized else "")
+    if call.form == "gathered":
+        why = _why_not_gathered(call)
+    else:
+        why = misaligned_results(call, _why_not_codes(call) if call.is_quantized else "")
     why = why or misaligned("heads of q", call.q, (0, 1))
     for name, pool in call.caches.items():
         why = why or misaligned(f"pages of {name}", pool, (0,))
@@ -232,6 +235,18 @@ def why_not_paged(call: PagedCall) -> str:
     if call.topk_indices is not None:
         counts["columns of topk_indices"] = call.topk_indices.shape[1]
     return why or too_many(counts) or _why_not_split(call)
+
+
+def _why_not_gathered(call: PagedCall) -> str:
+    """Why the rows of a call that asks for it cannot be gathered, or results not be stored from there, or nothing."""
+    if not call.is_countable:
+        return f"form 'gathered' is supported with caches of {FP8_DS_MLA.id}, fewer than 2^29 rows of a request each"
+    why = misaligned_results(call, select.why_not_variant_of_prefill(call) if call.is_quantized else "")
+    if call.q_squares is not None:
+        why = why or misaligned("sums of squares of q_norm", call.q_squares, (0,))
+    if call.workspace is not None and call.workspace.data_ptr() % 16:
+        why = why or f"workspace must be 16-byte aligned, got address {call.workspace.data_ptr():#x}"
+    return why or too_many({"gathered rows": call.gathered_shape.rows})
 
 
 def _why_not_codes(call: PagedCall) -> str:
@@ -261,6 +276,9 @@ def launch_paged(call: PagedCall) -> None:
     if call.out.numel() == 0:
         return
     device_index = call.q.device.index
+    if select.is_gathered(call):
+        launch_gathered(call, device_index)
+        return
     sms = multiprocessors(device_index)
     is_hoppers = select.has_hoppers_paged(call)
     splits = call.splits(sms) if is_hoppers else (1, 0)
@@ -273,19 +291,46 @@ def launch_paged(call: PagedCall) -> None:
         launch_key(key, device_index, *_own_arguments(call, device_index), *last)
 
 
+def launch_gathered(call: PagedCall, device_index: int) -> None:
+    """Gather the rows of both caches into the workspace, and run prefill's kernel on them."""
+    kv, indices, lengths = call.gathered_tensors()
+    launch_key(
+        select.of_gather_paged(call),
+        device_index,
+        kv,
+        indices,
+        lengths.data_ptr(),
+        *call.pools[0],
+        *call.pools[1],
+        *_list_arguments(call),
+        *_batch_arguments(call),
+        min(call.window_size, MOST_NUMBERS),
+    )
+    results, norm = (call.out, call.max_logits, call.lse), (call.q_squares, call.q_norm_eps)
+    quant = call.positions, call.cos_sin_cache, call.out_scale
+    launch_prefill(PrefillCall(call.q, kv, indices, call.sm_scale, call.attn_sink, lengths, *results, *norm, *quant))
+
+
+def _list_arguments(call: PagedCall) -> tuple[int, int, int, int]:
+    """Address of the lists of entries, or 0, bytes from list to list, columns, and tokens of an entry."""
+    listed = call.topk_indices if call.columns else None
+    return (
+        0 if listed is None else listed.data_ptr(),
+        0 if listed is None else listed.stride(0) * listed.element_size(),
+        call.columns,
+        1 if call.compressed_cache is None else min(call.compress_ratio, MOST_NUMBERS),
+    )
+
+
 def _own_arguments(call: PagedCall, device_index: int) -> tuple[Any, ...]:
     """Those of kernel_args.PagedArgs up to the scale."""
-    listed = call.topk_indices if call.columns else None
     return (
         call.q,
         *call.pools[0],
         *call.pools[1],
         *results_of(call),
         *logs_of(call, device_index),
-        0 if listed is None else listed.data_ptr(),
-        0 if listed is None else listed.stride(0) * listed.element_size(),
-        call.columns,
-        1 if call.compressed_cache is None else min(call.compress_ratio, MOST_NUMBERS),
+        *_list_arguments(call),
         *_batch_arguments(call),
         min(call.window_size, MOST_NUMBERS),
         0 if call.attn_sink is None else call.attn_sink.data_ptr(),

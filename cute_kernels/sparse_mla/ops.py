@@ -16,11 +16,11 @@ import torch
 
 from cute_kernels import formats
 from cute_kernels.runtime import checks
-from cute_kernels.runtime.arch import multiprocessors
+from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
-from cute_kernels.sparse_mla import arguments, reference, schedule
+from cute_kernels.sparse_mla import arguments, gathered, reference, schedule
 from cute_kernels.sparse_mla.call import DecodeCall, MergeCall, MixedCall, PagedCall, PrefillCall
 from cute_kernels.sparse_mla.selection import (
     decode_selections,
@@ -36,6 +36,8 @@ __all__ = [
     "sparse_mla_mixed",
     "sparse_mla_prefill",
     "sparse_mla_prefill_paged",
+    "sparse_mla_prefill_paged_form",
+    "sparse_mla_prefill_paged_workspace_size",
 ]
 
 # ---- decode
@@ -410,6 +412,9 @@ def sparse_mla_prefill(
 
 # ---- paged prefill
 
+PREFILL_FORMS = ("auto", "gathered", "paged")
+"""How it runs: rows gathered first, or read from the pages; as is faster."""
+
 
 def _check_paged(call: PagedCall) -> None:
     c = Checker("sparse_mla_prefill_paged")
@@ -430,7 +435,19 @@ def _check_paged(call: PagedCall) -> None:
         c.tensor("topk_indices", call.topk_indices, torch.int32, ("T", None), optional=True)
     arguments.check_sink(c, "attn_sink", call.attn_sink)
     arguments.check_splits(c, call.num_splits, call.split_tokens)
+    c.tensor("workspace", call.workspace, (torch.uint8, torch.float32), (None,), optional=True, contiguous=True)
     _check_results(c, "T", call)
+    c.require(call.form in PREFILL_FORMS, "form", f"one of {PREFILL_FORMS}", call.form)
+    if call.form == "gathered":
+        c.require(call.num_splits <= 1, "num_splits", "0 or 1 with form 'gathered'", call.num_splits)
+        c.require(call.split_tokens == 0, "split_tokens", "0 with form 'gathered'", call.split_tokens)
+        if call.q.device.type == "cuda":
+            needed, have = call.gathered_shape.nbytes, nbytes(call.workspace)
+            name = "sparse_mla_prefill_paged_workspace_size"
+            c.require(have >= needed, "workspace", f"at least {needed} bytes ({name})", have)
+    else:
+        c.require(call.q_squares is None, "q_norm", "None without form 'gathered'", "a tensor and a number")
+    arguments.check_q_norm(c, call.q, call.q_squares, call.q_norm_eps, call.positions)
 
 
 def _cost_paged(call: PagedCall) -> Cost:
@@ -452,7 +469,8 @@ _prefill_paged = define_op(
     "Tensor seq_lens, float sm_scale, SymInt window_size, Tensor? compressed_cache, Tensor? compressed_block_table, "
     "SymInt compress_ratio, Tensor? topk_indices, Tensor? attn_sink, str kv_format, str compressed_kv_format, "
     "SymInt num_splits, SymInt split_tokens, Tensor(a!) out, Tensor(b!)? max_logits, Tensor(c!)? lse, "
-    "Tensor? positions, Tensor? cos_sin_cache, Tensor(d!)? out_scale) -> ()",
+    "Tensor(d!)? workspace, str form, Tensor? q_squares, float q_norm_eps, Tensor? positions, Tensor? cos_sin_cache, "
+    "Tensor(e!)? out_scale) -> ()",
     PagedCall,
     check=_check_paged,
     reference=reference.sparse_mla_prefill_paged,
@@ -460,6 +478,60 @@ _prefill_paged = define_op(
     kernel=_prefill_paged_kernel,
     validate=_validate_paged,
 )
+
+
+def sparse_mla_prefill_paged_workspace_size(
+    rows: int, requests: int, entries: int = 0, columns: int | None = None, *, window_size: int = 128
+) -> int:
+    """Bytes of workspace for `sparse_mla_prefill_paged`, enough for calls of at most so many rows of requests.
+
+    entries   columns of compressed_block_table times the rows of a page: contexts that are known to be shorter take
+              less with a table that is cut
+    columns   of topk_indices; None: all entries count
+    """
+    return gathered.GatheredShape.of(
+        rows, requests, window_size, entries, entries if columns is None else columns
+    ).nbytes
+
+
+def sparse_mla_prefill_paged_form(
+    rows: int,
+    requests: int,
+    heads: int,
+    entries: int = 0,
+    columns: int | None = None,
+    *,
+    window_size: int = 128,
+    device: torch.device,
+) -> str:
+    """The faster form of `sparse_mla_prefill_paged` for a call of that shape: "gathered" or "paged". Other arguments
+    than device and heads as of `sparse_mla_prefill_paged_workspace_size`. Where nothing has been measured, "gathered".
+    """
+    if device.type != "cuda" or arch_of(device.index or 0) not in gathered.AUTO_GATHER_ARCHS:
+        return "gathered"
+    width = entries if columns is None else min(columns, entries)
+    shape = gathered.GatheredShape.of(rows, requests, window_size, entries, width)
+    tiles = schedule.num_tiles(width + window_size)
+    is_faster = gathered.is_gathered_faster(shape, heads, tiles, multiprocessors(device.index or 0))
+    return "gathered" if is_faster else "paged"
+
+
+MOST_ALLOCATED = 1 << 27
+"""Bytes of workspace that `sparse_mla_prefill_paged` allocates where it may as well do without."""
+
+
+def _allocate_gathered(call: PagedCall) -> torch.Tensor | None:
+    """Workspace for a call whose rows are gathered first, or None. Its arguments need not be checked."""
+    matrices = [x for x in (*call.caches.values(), *call.tables.values(), call.topk_indices) if x is not None]
+    is_whole = (call.compressed_cache is None) == (call.compressed_block_table is None)
+    if call.q.device.type != "cuda" or not is_whole:
+        return None
+    if not all(isinstance(x, torch.Tensor) and x.dim() >= 2 for x in matrices):
+        return None
+    device_index = call.q.get_device()
+    if not call.is_gathered(arch_of(device_index), multiprocessors(device_index), MOST_ALLOCATED):
+        return None
+    return torch.empty(call.gathered_shape.nbytes, dtype=torch.uint8, device=call.q.device)
 
 
 def sparse_mla_prefill_paged(
@@ -484,6 +556,9 @@ def sparse_mla_prefill_paged(
     max_logits: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     return_lse: bool = True,
+    workspace: torch.Tensor | None = None,
+    form: str = "auto",
+    q_norm: tuple[torch.Tensor, float] | None = None,
     output_quant: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, Any, Any]:
     """Attention of each query row to its sliding window and to compressed entries, straight from their paged caches.
@@ -523,36 +598,47 @@ def sparse_mla_prefill_paged(
     out                      bf16 [T, h, 512], any strides with a dense last dimension; mutated
     max_logits, lse          fp32 [T, h], any strides; mutated
     return_lse               as in `sparse_mla_prefill`
+    workspace                uint8 or fp32 [any], where rows are gathered (`sparse_mla_prefill_paged_workspace_size`);
+                             None: what is needed is allocated, with form "auto" up to 128 MiB
+    form                     "gathered": rows of fp8_ds_mla caches are made bf16 first, once for all query rows, and
+                             num_splits is 0 or 1; "paged": they are read from the pages; "auto": as is faster by the
+                             shapes of the call, if there is room and rows need not be split
+    q_norm                   as in `sparse_mla_prefill`, with form "gathered"
     output_quant             as in `sparse_mla_prefill`, with positions of T rows; with fp8_ds_mla caches, and rows that
                              are not cut: num_splits = 0 is 1 then
 
     Returns (out, max_logits, lse) as `sparse_mla_prefill`. Raises ValueError or TypeError on arguments that do not fit.
     """
     out, max_logits, lse = _results("sparse_mla_prefill_paged", q, out, max_logits, lse, return_lse, output_quant)
-    _prefill_paged(
-        PagedCall(
-            q,
-            swa_cache,
-            swa_block_table,
-            query_start_loc,
-            seq_lens,
-            sm_scale,
-            window_size,
-            compressed_cache,
-            compressed_block_table,
-            compress_ratio,
-            topk_indices,
-            attn_sink,
-            kv_format,
-            compressed_kv_format,
-            num_splits,
-            split_tokens,
-            out,
-            max_logits,
-            lse,
-            *arguments.quant_tensors(output_quant, "sparse_mla_prefill_paged"),
-        )
+    call = PagedCall(
+        q,
+        swa_cache,
+        swa_block_table,
+        query_start_loc,
+        seq_lens,
+        sm_scale,
+        window_size,
+        compressed_cache,
+        compressed_block_table,
+        compress_ratio,
+        topk_indices,
+        attn_sink,
+        kv_format,
+        compressed_kv_format,
+        num_splits,
+        split_tokens,
+        out,
+        max_logits,
+        lse,
+        workspace,
+        form,
+        *arguments.norm_arguments(q_norm, "sparse_mla_prefill_paged"),
+        *arguments.quant_tensors(output_quant, "sparse_mla_prefill_paged"),
     )
+    if workspace is None:
+        workspace = _allocate_gathered(call)
+        call = call if workspace is None else call._replace(workspace=workspace)
+    _prefill_paged(call)
     return out, max_logits, lse
 
 

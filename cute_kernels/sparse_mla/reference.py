@@ -132,7 +132,7 @@ def _quantize(o: torch.Tensor, call: DecodeCall | PrefillCall | PagedCall) -> No
     )
 
 
-def _queries(q: torch.Tensor, call: DecodeCall | PrefillCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _queries(q: torch.Tensor, call: DecodeCall | PrefillCall | PagedCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Queries q [T, h, 512] of a call as logits take them, and what those are multiplied with, or None."""
     if call.q_squares is None:
         return q, None
@@ -161,7 +161,7 @@ def sparse_mla_prefill(call: PrefillCall) -> None:
 
 
 def sparse_mla_prefill_paged(call: PagedCall) -> None:
-    _prefill(call, selection.paged_selections(call), call.q)
+    _prefill(call, selection.paged_selections(call), *_queries(call.q, call))
 
 
 def _prefill(

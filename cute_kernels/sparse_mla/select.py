@@ -30,9 +30,10 @@
 
 V4.1's: mxfp8_v41 beside itself, fp8_ds_mla or nvfp4_v41, and fp8_ds_mla beside both, the window's first, interleaved
 or, in decode, split; other kernels of decode take none. Gathered, mapped: what Blackwell's copies can address
-(`ungathered`, `unmapped`); trusted: runtime.trust; countable: `is_countable`. Results as codes and raw queries (q_norm,
-not for 16 heads or fewer) are variants of hopper/'s kernels and of mma_sync/decode_small_heads on sm_90a, with
-fp8_ds_mla caches, or in decode V4.1's, where there are formats.
+(`ungathered`, `unmapped`); trusted: runtime.trust; countable: `PagedCall.is_countable`. Results as codes and raw
+queries (q_norm, not for 16 heads or fewer) are variants of hopper/'s kernels and of mma_sync/decode_small_heads on
+sm_90a, with fp8_ds_mla caches, or in decode V4.1's, where there are formats. Paged calls whose rows are gathered first
+(`is_gathered`) are gather_paged's, and then prefill's.
 
 Up to 16 heads: where the op chooses the split (`num_splits` and `split_tokens` are 0), rows choose the kernel, as they
 choose the split: few ones are Hopper's decode's, which splits them, more are decode_swap_ab's, by two CTAs or one
@@ -64,6 +65,7 @@ from cute_kernels.sparse_mla.blackwell.prefill_2cta import BlackwellPairPrefillK
 from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
 from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
 from cute_kernels.sparse_mla.call import DecodeCall, MixedCall, PagedCall, PrefillCall
+from cute_kernels.sparse_mla.gather_paged import GatherPagedKey
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
@@ -112,10 +114,6 @@ PREFILL_PAIR_ARCHS: tuple[str, ...] = ()
 SHARED_CTAS, LEAST_SHARED_TILES, SHARED_ROWS = 2, 4, 5
 """CTAs of decode_swap_ab that share a row where there is room for them; KV tiles of a row from which on they do; where
 there is room for so many CTAs a row, hopper/decode in splits is faster."""
-
-MOST_KEYS, MOST_COLUMNS, MOST_PAGE_BYTES = 2**29, 2**29, 2**31
-"""Hopper's and Blackwell's paged kernels take calls with fewer than so many: entries and positions that a table has
-room for, of each cache; columns of a query row; bytes of a page."""
 
 MAP_STRIDE, MAP_ROWS = 2**40, 2**31
 """Of a tensor that Blackwell's copies know by a descriptor: strides are smaller, in bytes, and rows fewer."""
@@ -365,7 +363,7 @@ def why_not_own_prefill(call: PrefillCall) -> str:
     return unmapped("q", call.q, (0, 1)) or unmapped("kv", call.kv, (0,))
 
 
-def why_not_variant_of_prefill(call: PrefillCall) -> str:
+def why_not_variant_of_prefill(call: PrefillCall | PagedCall) -> str:
     """Why no kernel stores the results of a call as codes, or takes its raw queries, or nothing."""
     arch = arch_of(call.q.device.index)
     if arch != HOPPER:
@@ -412,26 +410,35 @@ def of_paged(call: PagedCall, is_hoppers: bool, splits: int) -> KernelKey:
     if call.is_quantized:
         return QuantPagedKey(arch)
     may_own = is_hoppers
-    if arch in BLACKWELL and is_countable(call):
+    if arch in BLACKWELL and call.is_countable:
         may_own = is_own("sparse_mla_prefill_paged", BlackwellPagedKey, index, why_not_own_paged(call))
     return paged_key(arch, call.q.shape[1], call.compressed, *call.formats, splits, may_own)
 
 
+def is_gathered(call: PagedCall) -> bool:
+    """Whether the rows of a call are gathered into its workspace first, for prefill's kernel."""
+    memory, index = call.workspace, call.q.device.index
+    if memory is None or memory.data_ptr() % 16:
+        return False
+    return call.is_gathered(arch_of(index), multiprocessors(index), memory.nbytes)
+
+
+def of_gather_paged(call: PagedCall) -> GatherPagedKey:
+    """The kernel that gathers the rows of a call."""
+    listed, width = call.topk_indices, GatherPagedKey.width
+    is_wide = listed is None or not (listed.shape[1] % width or listed.stride(0) % width or listed.data_ptr() % 16)
+    return gather_paged_key(arch_of(call.q.device.index), call.compressed, width if is_wide else 1)
+
+
+@cache
+def gather_paged_key(arch: str, compressed: str, width: int = GatherPagedKey.width) -> GatherPagedKey:
+    """compressed: as of `paged_key`; width: columns of lists that are read at a time"""
+    return GatherPagedKey(arch, compressed, width)
+
+
 def has_hoppers_paged(call: PagedCall) -> bool:
     """Whether Hopper's own kernels take a call, which alone split rows."""
-    return arch_of(call.q.device.index) == HOPPER and is_countable(call)
-
-
-def is_countable(call: PagedCall) -> bool:
-    """Whether caches of a call have the format of Hopper's kernels, and Blackwell's, which can count what it has."""
-    return (
-        set(call.formats) == {FP8_DS_MLA.id}
-        and call.columns < MOST_COLUMNS
-        and all(
-            pool.shape[1] * FP8_DS_MLA.row_elements < MOST_PAGE_BYTES and table.shape[1] * pool.shape[1] < MOST_KEYS
-            for pool, table in call.pools
-        )
-    )
+    return arch_of(call.q.device.index) == HOPPER and call.is_countable
 
 
 def why_not_own_paged(call: PagedCall) -> str:
@@ -451,6 +458,8 @@ def paged_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
     if arch == HOPPER:
         keys += [PagedClusterKey(arch, ctas) for ctas in CLUSTERS]
         keys.append(QuantPagedKey(arch))
+    # what they gather for is prefill's
+    keys += [gather_paged_key(arch, kind) for kind in chosen]
     return list(dict.fromkeys(keys))
 
 

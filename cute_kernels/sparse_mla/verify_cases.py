@@ -17,6 +17,7 @@ from cute_kernels.output.ops import output_scale_shape
 from cute_kernels.runtime.verify import Example, clone_arguments, raw_memory, same_bytes
 from cute_kernels.sparse_mla import schedule
 from cute_kernels.sparse_mla.arguments import list_tiles
+from cute_kernels.sparse_mla.call import PagedCall
 
 _FP8, _BF16, _E4M3 = formats.FP8_DS_MLA.id, formats.PLAIN_BF16.id, formats.PLAIN_FP8.id
 _MXFP8, _NVFP4 = formats.MXFP8_V41.id, formats.NVFP4_V41.id
@@ -93,7 +94,11 @@ def _agree_prefill(got: Sequence[Any], want: Sequence[Any]) -> str:
 
 
 def _agree_paged(got: Sequence[Any], want: Sequence[Any]) -> str:
-    return _agree_prefill(got[10:], want[10:]) or _untouched(got[:16], want[:16], ())
+    return (
+        _agree_prefill(got[10:19], want[10:19])
+        or _untouched(got[:16], want[:16], ())
+        or _untouched(got[20:], want[20:], ())
+    )
 
 
 def _agree_mixed(got: Sequence[Any], want: Sequence[Any]) -> str:
@@ -467,6 +472,7 @@ def _paged(calls: Sequence[Sequence[Any]]) -> Iterator[Example]:
                 _poisoned((n, h, formats.HEAD_DIM), torch.bfloat16),
                 torch.full((n, h), -777.0),
                 torch.full((n, h), -777.0),
+                *(None, "auto", None, 0.0),
                 *NOT_QUANTIZED,
             ),
             _agree_paged,
@@ -474,6 +480,20 @@ def _paged(calls: Sequence[Sequence[Any]]) -> Iterator[Example]:
         yield example
         if set(fmts) == {_FP8} and not any(splits):
             yield quantized(example, 16)
+            yield from _gathered(example)
+
+
+def _gathered(example: Example) -> Iterator[Example]:
+    """The call of sparse_mla_prefill_paged with form "gathered", with results as codes, and of raw queries."""
+    arguments = list(example.args)
+    size = PagedCall(*arguments).gathered_shape.nbytes
+    arguments[19:21] = torch.full((size,), 0xFF, dtype=torch.uint8), "gathered"
+    found = Example(f"{example.name}, gathered", tuple(arguments), example.agree)
+    yield found
+    as_codes = quantized(found, 16)
+    yield as_codes
+    if arguments[0].shape[1] > 16:
+        yield _of_raw_queries(as_codes, 21)
 
 
 def mixed() -> Iterator[Example]:

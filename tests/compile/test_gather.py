@@ -19,6 +19,7 @@ from cute_kernels.kv_cache.gather import (
     key_for,
     wants_bulk,
 )
+from cute_kernels.sparse_mla.gather_paged import GatherPagedKey
 from tests.compile.reports import compile_report
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_89", "sm_120a")
@@ -38,6 +39,23 @@ def test_two_rows_are_on_their_way_before_one_is_used(arch: str, gathered: bool,
     first_use = sass.first_place(r"\bSTG|E4M3")
     assert len([i for i in rows if i < first_use]) >= 6
     assert len(sass.places(r"\bSTG\.E\.128")) == 4 * key_rows
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+def test_rows_of_paged_prefill_are_on_their_way_before_one_is_used(arch: str) -> None:
+    report = compile_report(GatherPagedKey(arch, "none"))
+    assert report.registers <= 48
+    assert report.spill_loads == report.spill_stores == 0
+    if report.in_sass is None:
+        pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
+    rows = report.in_sass.places(r"\bLDG\.E\S*\.64")
+    stores = report.in_sass.places(r"\bSTG\.E\.128")
+    # the assembler has copies of it
+    at_once = 3 * GatherPagedKey.rows
+    assert rows
+    assert len(rows) % at_once == 0
+    for first in range(0, len(rows), at_once):
+        assert not any(rows[first] < place < rows[first + at_once - 1] for place in stores)
 
 
 def test_which_calls_are_bulk() -> None:

@@ -13,6 +13,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.models import MODELS
 from cute_kernels.sparse_mla import select
+from cute_kernels.sparse_mla.gather_paged import GatherPagedKey
 from cute_kernels.sparse_mla.hopper import prefill_paged
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
@@ -91,7 +92,9 @@ def test_a_list_is_not_written_while_a_tile_needs_it() -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tp", [1, 8])
 def test_deployments(model: str, tp: int) -> None:
-    assert set(select.paged_keys(MODELS[model], tp, "sm_90a")) == set(KEYS)
+    kinds = {4: "listed", 128: "all"}
+    gathering = {GatherPagedKey("sm_90a", kinds.get(ratio, "none")) for ratio in MODELS[model].compress_ratios}
+    assert set(select.paged_keys(MODELS[model], tp, "sm_90a")) == {*KEYS, *gathering}
 
 
 def test_a_cluster_of_another_size_is_none() -> None:

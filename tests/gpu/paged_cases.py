@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cute_kernels.runtime.record import record_calls
-from cute_kernels.sparse_mla.ops import sparse_mla_prefill_paged
+from cute_kernels.sparse_mla.ops import sparse_mla_prefill_paged, sparse_mla_prefill_paged_workspace_size
 from tests.gpu.decode_cases import DEVICE, INT_MAX, INT_MIN, SCALE, Pool, generator, int32, random_sink
 from tests.gpu.decode_checks import FP8, attention
 from tests.gpu.prefill_checks import LARGEST, assert_results
@@ -65,6 +65,18 @@ class Call:
                 "topk_indices": self.topk,
             }
         return given
+
+    def workspace(self) -> torch.Tensor:
+        """For form "gathered", full of poison."""
+        columns = None if self.topk is None else self.topk.shape[1]
+        entries = 0
+        if self.compressed is not None:
+            assert self.compressed_table is not None
+            entries = self.compressed_table.shape[1] * self.compressed.rows
+        size = sparse_mla_prefill_paged_workspace_size(
+            len(self.q), len(self.seq_lens), entries, columns, window_size=self.window_size
+        )
+        return torch.full((size,), 0xFF, dtype=torch.uint8, device=DEVICE)
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(request, position) of each query row; -1, -1 of those that have none."""
@@ -215,9 +227,10 @@ def run(call: Call, **more: Any) -> Results:
 
 
 def check(call: Call, **more: Any) -> Results:
-    """The kernel's results; those of whole rows are checked as well."""
+    """The kernel's results; those of whole rows, and of rows that are gathered first, are checked as well."""
     got, want = run(call, **more), call.expected()
     assert_results(got, want, call.q, call.scale)
     if not SPLITS & more.keys():
         assert_results(run(call, num_splits=1), want, call.q, call.scale)
+        assert_results(run(call, form="gathered", workspace=call.workspace()), want, call.q, call.scale)
     return got

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from cute_kernels.indices.ops import combine_topk_swa_indices
+from cute_kernels.kv_cache.ops import dequantize_and_gather_k_cache
 from cute_kernels.output import reference
 from cute_kernels.output.call import QuantizedCall
 from cute_kernels.output.ops import output_scale_shape
@@ -412,19 +414,58 @@ def test_raw_queries_of_few_heads_are_refused() -> None:
         (33, 3, {"query_lens": (150, 90), "seq_lens": (150, 2000)}),
     ],
 )
-def test_prefill_paged(heads: int, groups: int, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("form", ["paged", "gathered"])
+def test_prefill_paged(heads: int, groups: int, changes: dict[str, Any], form: str) -> None:
     call = paged_cases.make(heads=heads, **changes)
     rows = len(call.q)
-    plain, top, lse = sparse_mla_prefill_paged(**call.arguments(), num_splits=1)
+    plain, top, lse = sparse_mla_prefill_paged(**call.arguments(), num_splits=1, form=form)
     own = [torch.full((heads, rows + 1), math.nan, device="cuda").T[:-1] for _ in range(2)]
 
     def attend(**outputs: Any) -> None:
         more = {"max_logits": own[0], "lse": own[1]}
-        sparse_mla_prefill_paged(**call.arguments(), **more, **outputs)
+        sparse_mla_prefill_paged(**call.arguments(), form=form, **more, **outputs)
 
     check(rows, heads, plain, attend, groups)
     assert torch.equal(own[0], top)
     assert torch.equal(own[1], lse)
+
+
+@pytest.mark.parametrize(("heads", "ratio", "width"), [(64, 4, 200), (128, 128, None), (33, 0, None)])
+def test_rows_gathered_by_one_launch(heads: int, ratio: int, width: int | None) -> None:
+    """The bits of gathering both caches, combining the indices and attending to the rows, of raw queries."""
+    lens = (40, 0, 7, 90), (1300, 70, 7, 100)
+    call = paged_cases.make(*lens, heads=heads, ratio=ratio, width=width, bad=0.0, padding=0)
+    given, rows, window = call.arguments(), len(call.q), call.window_size
+    starts, seq_lens = given["query_start_loc"], given["seq_lens"]
+    tail = torch.minimum(seq_lens, starts.diff() + window - 1)
+    picks = torch.empty(rows, 0, dtype=torch.int32, device="cuda")
+    entries = 0
+    if call.compressed is not None:
+        assert call.compressed_table is not None
+        entries = call.compressed_table.shape[1] * call.compressed.rows
+        every = torch.arange(entries, dtype=torch.int32, device="cuda").expand(rows, -1)
+        picks = every.contiguous() if call.topk is None else call.topk
+    kv = torch.zeros(len(seq_lens), entries + 90 + window, 512, dtype=torch.bfloat16, device="cuda")
+    if call.compressed is not None:
+        table, page = call.compressed_table, call.compressed.rows
+        dequantize_and_gather_k_cache(kv, call.compressed.cache, seq_lens // ratio, None, table, page, 0)
+    dequantize_and_gather_k_cache(kv, call.pool.cache, seq_lens, tail, call.table, call.pool.rows, entries)
+    sizes = window, max(ratio, 1), picks.shape[1], kv.shape[1], entries
+    indices, counts = combine_topk_swa_indices(picks, starts, seq_lens, tail, *sizes)
+    squares = call.q.double().unflatten(2, (4, 128)).square().sum(-1).flatten(1).float()
+    found = [Outputs.make(rows, 1, heads) for _ in range(2)]
+    for outputs, form in zip(found, ("gathered", ""), strict=True):
+        more = {"q_norm": (squares, 1e-6), "output_quant": (positions_of(rows), TABLE.cuda(), outputs.scales)}
+        if form:
+            sparse_mla_prefill_paged(**given, form=form, out=outputs.codes, **more)
+        else:
+            lists = {"topk_length": counts, "attn_sink": call.sink}
+            sparse_mla_prefill(
+                call.q, kv.view(-1, 1, 512), indices[:, None], call.scale, **lists, out=outputs.codes, **more
+            )
+    found[0].assert_same(found[1].on_cpu())
+    with pytest.raises(ValueError, match="q_norm: expected None without form 'gathered'"):
+        sparse_mla_prefill_paged(**given, out=found[0].codes, **more)
 
 
 def test_what_is_not_supported_says_so() -> None:

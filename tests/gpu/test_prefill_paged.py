@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.runtime.arch import arch_of
 from cute_kernels.sparse_mla.ops import sparse_mla_prefill_paged
 from tests.gpu.decode_cases import INT_MAX, INT_MIN, SCALE, int32
 from tests.gpu.decode_checks import same_bits
@@ -38,7 +39,10 @@ def own_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("heads", [1, 8, 13, 16, 32, 63, 64, 65, 100, 128])
 @pytest.mark.parametrize(("ratio", "width"), [(0, None), (4, 200), (128, None)])
 def test_heads(heads: int, ratio: int, width: int | None) -> None:
-    check(make(heads=heads, ratio=ratio, width=width, seed=heads))
+    call = make(heads=heads, ratio=ratio, width=width, seed=heads)
+    check(call)
+    if heads > 16 and arch_of(0) == "sm_90a":
+        assert same_bits(run(call, form="gathered"), run(call, num_splits=1))
 
 
 @pytest.mark.parametrize("first", [1, 2, 53, 64, 256])
@@ -168,12 +172,13 @@ def test_large_record_scales(heads: int) -> None:
     assert ((got[2] - want[2]).abs() <= 1e-4).all()
 
 
+@pytest.mark.parametrize("form", ["paged", "gathered"])
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize(("ratio", "width"), [(0, None), (4, 30), (4, None)])
-def test_chunks_give_the_same_bits(heads: int, ratio: int, width: int | None) -> None:
+def test_chunks_give_the_same_bits(heads: int, ratio: int, width: int | None, form: str) -> None:
     """A prompt in one go, in two chunks and token by token."""
     call = make((90,), (290,), heads=heads, ratio=ratio, width=width, padding=0)
-    whole = check(call, num_splits=1)
+    whole = check(call, num_splits=1, form=form)
     for edges in ([0, 13, 90], list(range(91))):
         for first, last in itertools.pairwise(edges):
             topk = None if call.topk is None else call.topk[first:last]
@@ -183,7 +188,7 @@ def test_chunks_give_the_same_bits(heads: int, ratio: int, width: int | None) ->
                 "query_lens": [last - first],
                 "seq_lens": [200 + last],
             }
-            got = run(dataclasses.replace(call, **changes), num_splits=1)
+            got = run(dataclasses.replace(call, **changes), num_splits=1, form=form)
             assert same_bits(got, tuple(part[first:last] for part in whole))
 
 
@@ -223,6 +228,8 @@ def test_bad_metadata_is_harmless() -> None:
     want = check(call)
     far = dataclasses.replace(call, seq_lens=[INT_MAX, 300])
     assert same_bits(tuple(part[4:8] for part in run(far)), tuple(part[4:8] for part in want))
+    near = run(call, form="gathered"), run(far, form="gathered")
+    assert same_bits(*(tuple(part[4:8] for part in results) for results in near))
     run(dataclasses.replace(far, window_size=2**31 - 1))
     torch.cuda.synchronize()
     for entry in (INT_MAX, INT_MIN, call.pool.pages):
@@ -233,8 +240,25 @@ def test_bad_metadata_is_harmless() -> None:
         assert (out == 0).all()
     given = call.arguments()
     for starts in ([0, -4, 8], [8, 0, 4], [INT_MAX, INT_MIN, 0]):
-        sparse_mla_prefill_paged(**{**given, "query_start_loc": int32(starts)})
+        for form in ("paged", "gathered"):
+            sparse_mla_prefill_paged(**{**given, "query_start_loc": int32(starts)}, form=form)
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(("ratio", "width"), [(0, None), (4, 200), (4, 7), (128, None)])
+def test_rows_are_gathered_into_their_workspace(ratio: int, width: int | None) -> None:
+    """Of many requests, into as many bytes as the workspace is said to have; the next ones stay as they are."""
+    lens = tuple(range(40, 2000, 49))
+    call = make((3, 0, 70, 1) * 10, lens, heads=8, ratio=ratio, width=width, bad=0.2)
+    memory = call.workspace()
+    size = memory.numel()
+    larger = torch.full((size + 4096,), 0x7F, dtype=torch.uint8, device=DEVICE)
+    results = check(call, form="gathered", workspace=larger)
+    assert (larger[size:] == 0x7F).all()
+    assert (larger[:size] != 0x7F).any()
+    assert same_bits(run(call, form="gathered", workspace=memory), results)
+    with pytest.raises(ValueError, match=f"workspace: expected at least {size} bytes"):
+        run(call, form="gathered", workspace=memory[:-1])
 
 
 def test_caches_without_pages() -> None:

@@ -151,13 +151,17 @@ def test_what_is_reserved_is_enough_for_the_largest_step(ratio: int) -> None:
 @pytest.mark.parametrize("ratio", KINDS)
 @pytest.mark.parametrize("length", [4095, 4096, 4097])
 def test_a_gathered_request_has_room_for_all_its_entries(ratio: int, length: int) -> None:
-    """Compressed entries of the longest request, the window before a step's rows, and those."""
+    """Compressed entries of the longest request, in whole pages, the window before a step's rows, and those; of each
+    row the numbers of its keys, and how many."""
     layer = make_layer(ratio, prefill="gathered", max_num_tokens=70, max_model_len=length)
     layer.mla_attn.reserve(CPU)
-    entries = math.ceil(length / ratio) if ratio > 1 else 0
-    columns = entries + layer.config.sliding_window - 1 + 70
-    memory = layer.mla_attn.workspace.get(1, 1, 512, CPU).untyped_storage()
-    assert memory.nbytes() == mla.PREFILL_CHUNK_SIZE * columns * 512 * 2
+    entries, window = math.ceil(length / ratio) if ratio > 1 else 0, layer.config.sliding_window
+    page = 256 // ratio
+    entries = math.ceil(entries / page) * page
+    rows = mla.PREFILL_CHUNK_SIZE * (entries + window - 1) + 70
+    keys = window + (layer.config.index_topk if ratio == 4 else entries)
+    memory = layer.mla_attn.workspace.bytes(1, CPU).untyped_storage()
+    assert memory.nbytes() == rows * 1024 + 70 * (math.ceil(keys / 4) * 4 + 1) * 4
 
 
 def test_scratch_of_steps_is_given_out_again() -> None:

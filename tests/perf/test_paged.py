@@ -7,7 +7,7 @@ import pytest
 
 from perf import paged
 from perf.measure import kind_of
-from perf.paged import GATHERED, PAGE_ROWS, PEER, PORTABLE, SHAPES, TOPK, WHOLE, WINDOW
+from perf.paged import GATHERED, PAGE_ROWS, PAGED, PEER, PORTABLE, SHAPES, TOPK, WHOLE, WINDOW
 from perf.peers import PACKAGES
 
 
@@ -31,8 +31,8 @@ def test_cases_have_names_of_their_own() -> None:
     assert len({shape.name for shape in SHAPES}) == len(SHAPES)
 
 
-def test_three_other_sides_are_ours() -> None:
-    assert kind_of(GATHERED) == kind_of(WHOLE) == kind_of(PORTABLE) == "variant"
+def test_four_other_sides_are_ours() -> None:
+    assert kind_of(GATHERED) == kind_of(PAGED) == kind_of(WHOLE) == kind_of(PORTABLE) == "variant"
     assert kind_of(PEER) == "peer"
     assert PEER in PACKAGES
 
@@ -42,7 +42,7 @@ def test_who_is_measured_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows, is_few, is_cut in ((64, True, True), (65, True, False), (256, True, False), (257, False, False)):
         for heads, has_decode in ((64, True), (63, False)):
             theirs = {PEER} | {paged.DECODE_PEER for _ in range(is_few and has_decode)}
-            ours = {GATHERED, PORTABLE} | {WHOLE for _ in range(is_cut)}
+            ours = {GATHERED, PAGED, PORTABLE} | {WHOLE for _ in range(is_cut)}
             for peers in (False, True):
                 for variants in (False, True):
                     want = (theirs if peers else set()) | (ours if variants else set())

@@ -51,7 +51,7 @@ def test_default_run_from_anywhere(tmp_path: Path) -> None:
     for layer in written["layers"]:
         ops = {op["op"]: op for op in layer["ops"]}
         assert {op["implementation"] for op in layer["ops"]} == {"reference", "torch"}
-        assert {"sparse_mla_prefill", "sparse_mla_decode", "linear wo_b", "deepseek_v4_fp8_einsum"} <= ops.keys()
+        assert {"sparse_mla_prefill_paged", "sparse_mla_decode", "linear wo_b", "deepseek_v4_fp8_einsum"} <= ops.keys()
         assert all(op["calls"] > 0 and op["seconds"] > 0 for op in layer["ops"])
         assert all(op in done.stdout for op in ops)
         # hidden 512, 2 groups of rank 256: the flops of wo_b say that every row ran exactly once.

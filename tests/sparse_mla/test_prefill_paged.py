@@ -15,8 +15,8 @@ from tests.helpers import check_op
 from tests.sparse_mla import model
 from tests.sparse_mla.model import BF16, FP8, INT_MAX, INT_MIN, SCALE, Pool
 
-NOT_QUANTIZED = (None, None, None)
-"""positions, cos_sin_cache and out_scale of a call without output_quant."""
+NOT_QUANTIZED = (None, "auto", None, 0.0, None, None, None)
+"""workspace to out_scale of a call without output_quant."""
 
 POISON_ENTRY = -(10**6)
 
