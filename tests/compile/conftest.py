@@ -14,10 +14,10 @@ KEEP_SECONDS = 7 * 86400.0
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kept(pytestconfig: pytest.Config) -> None:
-    """A folder that outlives the run, without what is older than a week."""
-    assert pytestconfig.cache is not None
-    root = pytestconfig.cache.mkdir("cute_kernels")
+def kept(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A folder that outlives the run, if pytest's cache is not off, without what is older than a week."""
+    cache: pytest.Cache | None = getattr(pytestconfig, "cache", None)
+    root = tmp_path_factory.mktemp("cute_kernels") if cache is None else cache.mkdir("cute_kernels")
     old = time.time() - KEEP_SECONDS
     for folder in root.glob("v*/*/*/"):
         if folder.stat().st_mtime < old:

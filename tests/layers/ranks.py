@@ -54,7 +54,10 @@ class RankPool:
     """Processes of one process group, which run functions in groups of the first few."""
 
     def __init__(self, size: int, backend: str = "gloo", timeout_s: float = TIMEOUT_S) -> None:
-        context = multiprocessing.get_context("spawn")
+        # a process that has imported all this makes those that see no GPU: to import it takes each of them seconds
+        context = multiprocessing.get_context("spawn" if backend == "nccl" else "forkserver")
+        if backend != "nccl":
+            context.set_forkserver_preload([__name__])
         port = free_port()
         self.pipes, self.processes = [], []
         for rank in range(size):

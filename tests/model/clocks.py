@@ -134,7 +134,11 @@ class Meeting:
 
     def arrive(self, clocks: Clocks, agent: int, order: str = "", is_remote: bool = False) -> None:
         """order: "relaxed", or the scope; is_remote: from another block."""
-        given = clocks.tables[:, agent].copy()
+        given = clocks.tables[:, agent]
+        if order != "relaxed" and not is_remote:
+            np.maximum(self.coming, given, out=self.coming)
+            clocks.tick(agent)
+            return
         self.is_relaxed |= order == "relaxed"
         hidden = given * clocks.is_tensor
         if order != "relaxed" and "reads" in clocks.trace.unscoped:
@@ -142,7 +146,7 @@ class Meeting:
         if order != "relaxed" and "fenced" in clocks.trace.unscoped:
             hidden[1] = clocks.fenced[agent]
         for coming, scope in zip(self.coming, ("cta", "cluster"), strict=True):
-            is_told = order != "relaxed" and (not is_remote or order == scope == "cluster")
+            is_told = order == scope == "cluster"
             np.maximum(coming, given if is_told else hidden, out=coming)
         clocks.tick(agent)
 

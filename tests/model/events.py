@@ -143,9 +143,8 @@ class WarpEvents:
     # ---- products
 
     def product(self, op: int, left: Any, right: Any) -> None:
-        """wgmma: offsets of operands' elements in the block's shared memory, None of one in registers."""
-        sides = [("left", left), ("right", right)]
-        parts = [(side, np.unique((at.ravel() + self.block_base) // 16) * 16) for side, at in sides if at is not None]
+        """wgmma: offsets in the block's shared memory of each 16 bytes of the operands, None of one in registers."""
+        parts = [(side, at + self.block_base) for side, at in (("left", left), ("right", right)) if at is not None]
         self.events.append(Event("product", op, args=(parts,)))
 
     def product_commit(self, op: int) -> None:

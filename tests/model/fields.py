@@ -14,6 +14,10 @@ from tests.model.ptx import LANES, Op, Run, bits_of, computes, instruction
 from tests.model.values import I64, U32, U64
 
 
+SHIFTS = np.arange(0, 16, 4, U32)
+"""Of the selectors of prmt."""
+
+
 @instruction("prmt")
 def _permute(op: Op) -> Run:
     if op.parts[1:] != ["b32"]:
@@ -24,14 +28,13 @@ def _permute(op: Op) -> Run:
         return _permute_by(op, [int(constant, 0) >> 4 * i & 7 for i in range(4)])
 
     def permute(low: Any, high: Any, selectors: Any) -> Any:
-        both = low.astype(U64) | (high.astype(U64) << U64(32))
-        result = np.zeros(len(low), U64)
-        for i in range(4):
-            selector = (selectors >> U32(4 * i)).astype(U64)
-            byte = (both >> ((selector & U64(7)) << U64(3))) & U64(0xFF)
-            sign = np.where(byte & U64(0x80), U64(0xFF), U64(0))
-            result |= np.where(selector & U64(8), sign, byte) << U64(8 * i)
-        return result.astype(U32)
+        both = np.stack((low, high), axis=1).view(np.uint8)
+        chosen = selectors[:, None] >> SHIFTS
+        found = both[np.arange(len(low))[:, None], chosen & U32(7)]
+        is_sign = (chosen & U32(8)).astype(np.bool_)
+        if is_sign.any():
+            found = np.where(is_sign, -(found >> 7), found)
+        return found.view(U32)[:, 0]
 
     return apply(op, permute, *(op.source(i) for i in (1, 2, 3)))
 

@@ -46,14 +46,17 @@ def offsets(rows: int, depth: int, size: int, leading: int, stride: int, width: 
     return found
 
 
-def operand(descriptor: int, first: int, rows: int, depth: int, size: int, is_transposed: bool) -> Any:
-    """Offsets in the block's shared memory of rows first ... of an operand's elements."""
+@functools.lru_cache(maxsize=512)
+def operand(descriptor: int, first: int, rows: int, depth: int, size: int, is_transposed: bool) -> tuple[Any, Any]:
+    """Offsets in the block's shared memory of rows first ... of an operand's elements, and of the 16 bytes that each is
+    a part of."""
     start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
     if descriptor >> 49 & 7:
         raise NotImplementedError("a base offset")
     width, mask = SWIZZLES[descriptor >> 62]
     found = start + offsets(first + rows, depth, size, leading, stride, width, is_transposed)[first:]
-    return found ^ ((found >> 7 & mask) << 4)
+    found ^= (found >> 7 & mask) << 4
+    return found, np.unique(found // 16) * 16
 
 
 def elements(warp: Any, found: Any, name: str) -> Any:
@@ -88,13 +91,15 @@ def _multiply(op: Op) -> Run:
     held_place = held_places(len(held), BYTES[of[0]], depth) if in_registers else None
 
     def multiply(warp: Any, lanes: Any) -> None:
-        b_at = operand(int(warp.r[right][0]), 0, columns, depth, BYTES[of[1]], b_major)
-        first = warp.number % 4 * ROWS
-        a_at = None if in_registers else operand(int(warp.r[left][0]), first, ROWS, depth, BYTES[of[0]], a_major)
+        b_at, b_chunks = operand(int(warp.r[right][0]), 0, columns, depth, BYTES[of[1]], b_major)
+        a_at = a_chunks = None
+        if not in_registers:
+            first = warp.number % 4 * ROWS
+            a_at, a_chunks = operand(int(warp.r[left][0]), first, ROWS, depth, BYTES[of[0]], a_major)
         if warp.events and in_registers:
             warp.events.exchange(op.number, lanes)  # what registers were loaded from has been read
         if warp.events:
-            warp.events.product(op.number, a_at, b_at)
+            warp.events.product(op.number, a_chunks, b_chunks)
         adds = bool(warp.r[accumulates][0])
         before = [warp.pending.get(slot) for slot in results] if adds else []
         words = [warp.r[slot] for slot in held]

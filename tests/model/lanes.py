@@ -7,6 +7,7 @@ by itself, in the order in which it ran.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,7 +53,7 @@ def _of_warp(events: list[Event], without: int, votes_order: bool) -> Iterator[t
 
 
 def _touch(event: Event, writer: Any, reader: Any) -> Iterator[tuple[Event, str]]:
-    lanes = np.flatnonzero([event.lanes >> i & 1 for i in range(LANES)])
+    lanes = _numbers(event.lanes)
     count = max(1, event.width // UNIT)
     places = (event.at[:, None] // UNIT + np.arange(count)).ravel()
     own = np.repeat(lanes[: len(event.at)], count)
@@ -64,3 +65,8 @@ def _touch(event: Event, writer: Any, reader: Any) -> Iterator[tuple[Event, str]
     if ((reader[places] != NOBODY) & (reader[places] != own)).any():
         yield event, "after another thread's read"
     writer[places] = own
+
+
+@functools.lru_cache(maxsize=4096)
+def _numbers(lanes: int) -> Any:
+    return np.flatnonzero([lanes >> i & 1 for i in range(LANES)])

@@ -117,7 +117,9 @@ class Schedule:
             if has_changed:
                 ready, ready_quick = live[:], quick[:]
             if is_over or not can_go_on:
-                ready, ready_quick = ([i for i in some if i != warp] for some in (ready, ready_quick))
+                for some in (ready, ready_quick):
+                    if warp in some:
+                        some.remove(warp)
         while self.queues and len(self.problems) < self.most:
             self.queues[-1].popleft()()
             self.queues = [queue for queue in self.queues if queue]

@@ -5,6 +5,7 @@ bytes that are always accessed together are one class, accesses between two sync
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -253,11 +254,15 @@ def _by_group(event: Event, groups: list[int], agents: list[int]) -> Iterator[tu
     if len(groups) == 1:
         yield agents[0], event.at
         return
-    lanes = np.flatnonzero([event.lanes >> i & 1 for i in range(32)])
     for agent, group in zip(agents, groups, strict=True):
-        chosen = [bool(group >> int(lane) & 1) for lane in lanes]
-        if any(chosen):
-            yield agent, event.at[np.array(chosen)]
+        if group & event.lanes:
+            yield agent, event.at[_among(event.lanes, group)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _among(lanes: int, group: int) -> Any:
+    """Which of some lanes are in a group."""
+    return np.array([bool(group >> i & 1) for i in range(LANES) if lanes >> i & 1])
 
 
 def _touches(

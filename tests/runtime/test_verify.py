@@ -351,23 +351,18 @@ def test_what_breaks_breaks_alone() -> None:
         # a process that has imported everything: what is slow to start must not pass for one that hangs
         (hangs,) = run_isolated(["hangs"], worker, timeout=0.5)
         (four,) = run_isolated(["four"], worker)
-    assert [v.status for v in (one, two, dies, three, hangs, four)] == ["pass", "pass", "fail", "pass", "fail", "pass"]
-    assert one.cases == two.cases != os.getpid()
-    assert len({one.cases, three.cases, four.cases}) == 3
-    assert dies.detail == "the process died with exit code 7"
-    assert hangs.detail == "no answer within 0.5 s: stopped"
-
-
-def test_processes_that_are_kept_go_on() -> None:
-    with kept_processes():
-        (one,) = run_isolated(["one"], worker)
-        assert [v.cases for v in run_isolated(["two", "three"], worker)] == [one.cases] * 2
-        assert [v.cases for v in run_isolated(["other function"], answer)] == [one.cases]
-        dies, four = run_isolated(["dies", "four"], worker)
-        assert (dies.status, four.status) == ("fail", "pass")
-        assert four.cases != one.cases
+        # processes that are kept go on, whatever they are to do
+        five, six = run_isolated(["five", "six"], worker)
+        (other,) = run_isolated(["other function"], answer)
         assert len(multiprocessing.active_children()) == 1
     assert not multiprocessing.active_children()
+    assert [v.status for v in (one, two, three, four, five, six, other)] == ["pass"] * 7
+    assert (dies.status, hangs.status) == ("fail", "fail")
+    assert one.cases == two.cases != os.getpid()
+    assert len({one.cases, three.cases, four.cases}) == 3
+    assert [v.cases for v in (five, six, other)] == [four.cases] * 3
+    assert dies.detail == "the process died with exit code 7"
+    assert hangs.detail == "no answer within 0.5 s: stopped"
 
 
 class Unreadable:
