@@ -13,7 +13,6 @@ from tests.model.alu import apply, store
 from tests.model.ptx import LANES, Op, Run, bits_of, computes, instruction
 from tests.model.values import I64, U32, U64
 
-
 SHIFTS = np.arange(0, 16, 4, U32)
 """Of the selectors of prmt."""
 
