@@ -3,10 +3,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.library import opcheck
+
+FORKS = """
+import os, sys, torch
+for code in {codes!r}:
+    child = os.fork()
+    if not child:
+        exec(code, {{"__name__": "__main__"}})
+        sys.exit()
+    if os.waitpid(child, 0)[1]:
+        sys.exit(1)
+"""
 
 POISON_BYTE = 0xA5
 
@@ -27,6 +42,13 @@ def raw_bytes(cache: torch.Tensor) -> torch.Tensor:
     """All bytes of the memory behind a pool (or any tensor), page padding included, as uint8 [n]."""
     storage = cache.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage, 0, (storage.nbytes(),))
+
+
+def run_in_forks(codes: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Each, at the root of the repository, in a process of its own in which nothing but torch is imported: once for all
+    of them. Status 1 if one raises."""
+    command = [sys.executable, "-c", FORKS.format(codes=list(codes))]
+    return subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

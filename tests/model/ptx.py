@@ -240,8 +240,13 @@ PARAMETERS = 1 << 44
 """Where a kernel's parameters lie."""
 
 
+BRACKET = re.compile(r"[][{}()]")
+
+
 def split(text: str) -> list[str]:
     """At commas outside of brackets."""
+    if not BRACKET.search(text):
+        return [part for part in map(str.strip, text.split(",")) if part]
     parts, depth, start = [], 0, 0
     for i, c in enumerate(text):
         depth += (c in "{[(") - (c in "}])")

@@ -72,29 +72,34 @@ def three_splits() -> Case:
     return PagedClusterKey("sm_90a", 4), functools.partial(PagedCluster, ctas=4, splits=3), paged_cases.make(**rows)
 
 
-@pytest.mark.parametrize(
-    ("make", "takes_for_granted"),
-    [
-        (paged, {}),
-        (two_splits, {}),
-        (three_splits, {}),
-        # what scores have read of a tile's marks may be overwritten once their warp has voted
-        (functools.partial(mixed, 40), {"votes_order": True}),
-        (functools.partial(mixed, 7), {}),
-        (functools.partial(mixed, 16), {}),
-        (functools.partial(mixed, 20), {}),
-        # rows of cp.async are multiplied without a proxy fence
-        (swap_ab, {"copies_are_fenced": False}),
-        (functools.partial(mixed, 40, test_mixed.BF16), {"copies_are_fenced": False, "votes_order": True}),
-        (functools.partial(mixed, 7, test_mixed.BF16), {"copies_are_fenced": False}),
-    ],
-)
-def test_in_any_order(make: Callable[[], Case], takes_for_granted: Any) -> None:
-    check(make, takes_for_granted)
+MIXED_HEADS = 40, 7, 16, 20
+
+CASES: dict[str, tuple[Callable[[], Case], Any]] = {
+    "paged": (paged, {}),
+    "two_splits": (two_splits, {}),
+    "three_splits": (three_splits, {}),
+    # what scores of 40 heads have read of a tile's marks may be overwritten once their warp has voted
+    **{f"mixed_{heads}": (functools.partial(mixed, heads), {"votes_order": heads == 40}) for heads in MIXED_HEADS},
+    # rows of cp.async are multiplied without a proxy fence
+    "swap_ab": (swap_ab, {"copies_are_fenced": False}),
+    "mixed_40_bf16": (
+        functools.partial(mixed, 40, test_mixed.BF16),
+        {"copies_are_fenced": False, "votes_order": True},
+    ),
+    "mixed_7_bf16": (functools.partial(mixed, 7, test_mixed.BF16), {"copies_are_fenced": False}),
+}
+"""By name: what makes it, and what its kernel takes for granted."""
 
 
-def check(make: Callable[[], Case], takes_for_granted: Any) -> list[Trace]:
+@pytest.mark.parametrize("name", CASES)
+def test_in_any_order(name: str) -> None:
+    check(name)
+
+
+@functools.cache
+def check(name: str) -> list[Trace]:
     """Of each cluster, right in any order."""
+    make, takes_for_granted = CASES[name]
     with on_host():
         key, kind, call = make()
     one = kind(call, parse(compile_report(key).ptx), key.smem_bytes)
@@ -107,7 +112,7 @@ def check(make: Callable[[], Case], takes_for_granted: Any) -> list[Trace]:
 def test_row_lists_are_published_behind_a_barrier_of_the_warp() -> None:
     """What a PV warp writes for the producer, and one lane publishes: racecheck, which does not follow this, reports
     it."""
-    trace = check(two_splits, {})[0]
+    trace = check("two_splits")[0]
     name = mutations.DROPPED["warp"]
     barriers = {mutant.op: mutant for mutant in mutations.mutants(trace) if mutant.name == name}
     for steps in trace.steps[PREPARES]:
@@ -118,12 +123,12 @@ def test_row_lists_are_published_behind_a_barrier_of_the_warp() -> None:
         assert all(one.startswith("read not after the write of warp") for one in found)
 
 
-@pytest.mark.parametrize(("heads", "consumers"), [(40, 12), (7, 8), (16, 8), (20, 12)])
+@pytest.mark.parametrize(("heads", "consumers"), list(zip(MIXED_HEADS, (12, 8, 8, 12), strict=True)))
 def test_one_lane_arrives_behind_a_barrier_of_its_warp(heads: int, consumers: int) -> None:
     """Warps that multiply hand over, or let go of, what all their lanes have stored or read: racecheck, which does not
     follow this, reports it. One of the barriers orders nothing else: there the warp has waited for P, or has multiplied
     what it read, since."""
-    [trace] = check(functools.partial(mixed, heads), {"votes_order": heads == 40})
+    [trace] = check(f"mixed_{heads}")
     barriers = {step.ops[0] for steps in trace.steps[:consumers] for step in steps if step.kind == "warp"}
     dropped = {m.op: m for m in mutations.mutants(trace) if m.name == mutations.DROPPED["warp"] and m.op in barriers}
     assert dropped.keys() == barriers

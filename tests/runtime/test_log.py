@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +13,9 @@ import torch
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime import log, ops
 from cute_kernels.runtime.key import OpKernel
+from tests.helpers import run_in_forks
 from tests.runtime.test_compile import Compiler, Key, compiler, forget  # noqa: F401
 from tests.runtime.test_ops import DoubleCall, args, kernel, op_with  # noqa: F401
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +44,11 @@ def test_another_value_is_refused() -> None:
 
 @pytest.mark.full
 def test_the_variable_is_read_at_import() -> None:
-    code = "import cute_kernels, logging; logging.getLogger('cute_kernels').info('hello')"
-    for value, count in (("", 0), ("info", 1)):
-        environment = {**os.environ, log.VARIABLE: value}
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert (done.returncode, done.stdout, done.stderr.count("hello")) == (0, "", count)
+    code = "import os; os.environ[{!r}] = {!r}; import cute_kernels, logging; "
+    code += "logging.getLogger('cute_kernels').info('{}')"
+    done = run_in_forks([code.format(log.VARIABLE, *each) for each in (("", "silence"), ("info", "hello"))])
+    assert (done.returncode, done.stdout) == (0, "")
+    assert (done.stderr.count("hello"), done.stderr.count("silence")) == (1, 0)
 
 
 def test_compiling_and_loading(
