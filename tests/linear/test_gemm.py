@@ -177,6 +177,24 @@ def test_k_is_cut_for_many_rows_where_work_tiles_are_few() -> None:
     assert used == {(tile.key.rows, tile.key.columns, tile.key.splits) for tile in splits}
 
 
+def test_codes_have_the_sums_of_other_results() -> None:
+    """Of grouped weights, but for the few columns that only the swapped operands' kernel cuts into so many."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from cute_kernels.linear import select
+    from cute_kernels.models import MODELS
+
+    for model in MODELS.values():
+        for tp in (1, 2, 4, 8):
+            for operands, output, groups, outputs, k in select.layer_gemms(model, tp):
+                for rows in range(33, 1200, 7) if (operands, output) == ("e4m3", "e4m3") else ():
+                    if select.swap_ab_codes(rows, groups, outputs, k // 128) is None:
+                        splits = {
+                            select.many_rows(result, rows, groups, outputs, k // 128, may_split=True)[0].splits
+                            for result in ("bf16", "fp32", "e4m3")
+                        }
+                        assert len(splits) == 1, (tp, groups, rows)
+
+
 @pytest.mark.parametrize("rows", [33, 40, 47, 48, 63, 64])
 def test_rows_of_half_a_box_and_more_come_as_halves(rows: int) -> None:
     """By the work tile of 64 rows that 64 rows take, where nothing lies beyond the last row of a result."""
