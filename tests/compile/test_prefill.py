@@ -10,6 +10,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.formats import ROPE_DIM
 from cute_kernels.models import MODELS
+from cute_kernels.runtime.key import KernelKey
 from cute_kernels.sparse_mla.hopper import prefill as kernel
 from cute_kernels.sparse_mla.hopper import prefill_index_loader as index_loader
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
@@ -17,6 +18,7 @@ from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed_swap_ab import SwapAbMixedFp8Key
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import QuantSwapAbPrefillKey, SwapAbMixedKey, SwapAbPrefillKey
 from cute_kernels.sparse_mla.launch import MIXED, PREFILL
+from tests.compile.reports import compile_report
 
 """Of products: Q K^T and P V. The assembler ends each instruction with a wait of its own where it loses track."""
 
@@ -24,6 +26,25 @@ from cute_kernels.sparse_mla.launch import MIXED, PREFILL
 def test_registers_are_those_of_the_launch() -> None:
     used = kernel.SOFTMAX_REGISTERS + 2 * kernel.PV_REGISTERS + kernel.PRODUCER_REGISTERS
     assert used == kernel.WARPGROUPS * (65536 // kernel.THREADS // 8 * 8)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(PrefillKey("sm_90a"), MixedKey("sm_90a"), MixedFp8Key("sm_90a"), SwapAbPrefillKey("sm_90a", 8)),
+        *(SwapAbMixedFp8Key("sm_90a", heads) for heads in (8, 32)),
+    ],
+    ids=repr,
+)
+def test_registers_grow_and_shrink_as_instructions_say(key: KernelKey) -> None:
+    """setmaxnreg for more registers is an illegal instruction where a thread has as many, and neither ptxas nor the
+    host model says so."""
+    asked = compile_report(key).in_ptx
+    [threads] = asked.findall(r"\.reqntid (\d+)")
+    launched = 65536 // int(threads) // 8 * 8
+    found = asked.findall(r"setmaxnreg\.(inc|dec)\S*\s+(\d+)")
+    assert len(found) >= 3
+    assert [how for how, _ in found] == ["inc" if int(count) > launched else "dec" for _, count in found]
 
 
 def test_tiles_begin_where_swizzles_do() -> None:
