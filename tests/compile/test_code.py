@@ -522,7 +522,8 @@ def gathers_of_index_keys() -> Iterator[Row]:
 
 
 def hoppers_scores() -> Iterator[Row]:
-    """With two accumulators there are two rounds of both."""
+    """With two accumulators there are two rounds of both. A row of queries is a copy; keys are one, by a lane for each
+    box of pages."""
     config = MODELS["v4-flash"]
     deployed = [*scores.logits_keys(config, 1, HOPPER), *scores.paged_logits_keys(config, 1, HOPPER)]
     keys = [key for key in deployed if type(key) is LogitsKey]
@@ -531,11 +532,11 @@ def hoppers_scores() -> Iterator[Row]:
     for key in keys:
         count = {1: 4, 2: 16}[key.config.accumulators]
         ptx = {r"\bwgmma\.mma_async\.": count, r"\bsetmaxnreg\.": 2 * (key.config.columns >= MANY_COLUMNS)}
-        yield Row(key, of_threads(key.config.threads), ptx | copies(key.rows + key.config.boxes))
+        yield Row(key, of_threads(key.config.threads), ptx | copies(key.rows + 1))
     for shape in ((64, 1, True, 64), (64, 4, False, 64), (48, 2, True, 8)):
         key = select_scores.own_key(HOPPER, *shape, mxfp4=True)
         ptx = {r"\bwgmma\.mma_async\.": 4 * HALVES, r"\bsetmaxnreg\.": 2 * bool(key.config.registers)}
-        yield Row(key, of_threads(key.config.threads), ptx | copies(key.rows + (key.config.boxes if key.paged else 1)))
+        yield Row(key, of_threads(key.config.threads), ptx | copies(key.rows + 1))
 
 
 def copies(count: int) -> dict[str, int]:
