@@ -205,8 +205,10 @@ has none at all, and the group is the CTA's last."""
 class WorkTile(NamedTuple):
     """What a CTA takes of a group: the group's number, its request and first row, the first key, the end of the group's
     keys, and how many tiles of `keys` keys there are; of those a consumer takes number `own` and every `step`th after
-    it. turn: number of the work tile among the CTA's. last: what is
-    added to the first key of a consumer's last tile.
+    it.
+
+    turn   number of the work tile among the CTA's
+    last   what is added to the first key of a consumer's last tile
     """
 
     group: Any
@@ -223,7 +225,7 @@ class WorkTile(NamedTuple):
 
     @property
     def taken(self) -> Any:
-        """Tiles that the consumer takes; none, or less, where it takes none."""
+        """Tiles that the consumer takes: maybe none, never less, as `own` < `step`."""
         return divide(self.count - self.own + (self.step - 1), self.step)
 
     @cute.jit

@@ -43,7 +43,9 @@ QUERY_STAGES = 2
 """Groups whose queries a consumer has in shared memory: the one in use, and the next."""
 
 SHARED_QUERY_STAGES = 4
-"""The same of all consumers of a CTA together, where they share them."""
+"""The same of all consumers of a CTA together, where they share them: a power of two. A consumer that keeps its tile
+until the next one's queries are there (hopper/logits.py, two accumulators) may wait for those of as many work tiles
+further on as there are consumers, so these must be fewer."""
 
 HEADER = 4
 """int32 that say what a stage holds: the group, or END where a consumer has no more tiles; the first key, a multiple of
@@ -357,14 +359,14 @@ def ask_for_ends(is_wanted: Any, groups: RowGroups, windows: Windows, rows: cutl
 
 @cute.jit
 def prefetch_lengths(warp: Any, warps: cutlass.Constexpr, groups: RowGroups, windows: Windows, cache: KeyCache) -> None:
-    """Have L2 fetch lengths and block tables, as far as they say of MOST_LINES * 32 pages. That reads nothing, so the
-    kernel before may still be writing them. By all `warps` warps, of which the last asks."""
+    """Have L2 fetch lengths and, of as many requests as there are CTAs, block tables as far as they say of MOST_LINES *
+    32 pages: wide tables of many requests would push keys out of it. That reads nothing, so the kernel before may still
+    be writing them. By all `warps` warps, of which the last asks."""
     if warp == warps - 1:
-        (cta, _, _), (ctas, _, _), lane = cute.arch.block_idx(), cute.arch.grid_dim(), cute.arch.lane_idx()
+        (cta, _, _), lane = cute.arch.block_idx(), cute.arch.lane_idx()
         number = cta * WARP + lane
         ptx.prefetch_l2(windows.end_address(number, 0), number < groups.requests)
         lines = cutlass.min(cute.ceil_div(cache.table_columns, LINE // 4), MOST_LINES)
-        for row in cutlass.range(cta, groups.requests, ctas, unroll=1):
-            table = cache.table + Int64(row) * cache.table_stride
-            for line in cutlass.range(lane, lines, WARP, unroll=1):
-                ptx.prefetch_l2(table + Int64(line) * LINE, line < lines)
+        table = cache.table + Int64(cta) * cache.table_stride
+        for line in cutlass.range(lane, lines, WARP, unroll=1):
+            ptx.prefetch_l2(table + Int64(line) * LINE, cta < groups.requests)

@@ -171,7 +171,7 @@ MEDIUM_TILES: tuple[Tile, ...] = (
     Tile(GROUPED_TILES[4].key, 0.340, 1.5, 3.0),
     Tile(TILES[5].key, 0.729, 0.1, 3.2),
 )
-"""For BOX_ROWS to MEDIUM_ROWS rows, fitted to the mean of times back to back and apart of 65 to 256 rows on an H200
+"""For more than BOX_ROWS and up to MEDIUM_ROWS rows, fitted to the mean of times back to back and apart on an H200
 (perf/log/data/gemm_tiles_2.txt): memory binds there, and results are stored directly."""
 
 MEDIUM_SPLIT_TILES: tuple[Tile, ...] = (
@@ -181,8 +181,8 @@ MEDIUM_SPLIT_TILES: tuple[Tile, ...] = (
     Tile(GemmKey(HOPPER, rows=128, columns=64, stages=8, depth=2, splits=2), 0.237, 1.4, 2.2),
     Tile(SPLIT_TILES[3].key, 0.391, 4.9, 0.6),
 )
-"""The same of kernels that cut K. They cut grouped weights' for codes as for other results, so that these have the
-bytes of the quantized bf16 result, though not all tiles can make them."""
+"""The same of kernels that cut K. Not all of them can make codes, yet those of grouped weights have the bytes of the
+quantized bf16 result: with these times K is cut alike for both, from BOX_ROWS + 1 rows on."""
 
 ZERO_ROW_US = 0.0025
 """Of a chunk, for every row that a work tile has more than a call of up to BOX_ROWS: bulk tensor copies fill them with

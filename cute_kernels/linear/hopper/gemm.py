@@ -98,7 +98,7 @@ WITHIN_QUAD = 0x1C1F
 """Lanes that a shuffle reads: those of the own four neighbours."""
 
 QUARTER = 32
-"""Of the outputs that share a scale: work tiles' columns are multiples of it."""
+"""Of the outputs that share a scale: columns of work tiles with scales are multiples of it."""
 
 SCALED_CHUNKS = 4
 """Chunks whose scales a quad of lanes loads at a time, each lane those of one."""
@@ -668,7 +668,7 @@ class GemmKernel:
 
     @cute.jit
     def store(self, totals: Any, lane: Any, row: Any, tile: Any, result: Any, rows: Any, columns: Any) -> None:
-        """Store the 64 x columns totals of a warpgroup. row: the thread's first"""
+        """Store the 64 x columns totals of a warpgroup. row: the thread's first."""
         out = result[0]
         group, _, column_tile = tile
         column = column_tile * self.columns
