@@ -13,9 +13,12 @@ import torch
 from torch.library import opcheck
 
 FORKS = """
-import os, sys, torch
+import os, sys, warnings, torch
 for code in {codes!r}:
-    child = os.fork()
+    with warnings.catch_warnings():
+        # from Python 3.12 on: threads of libraries hold nothing that a child needs
+        warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
+        child = os.fork()
     if not child:
         exec(code, {{"__name__": "__main__"}})
         sys.exit()

@@ -528,7 +528,13 @@ def _allocate_gathered(call: PagedCall) -> torch.Tensor | None:
         return None
     if not all(isinstance(x, torch.Tensor) and x.dim() >= 2 for x in matrices):
         return None
+    if not isinstance(call.seq_lens, torch.Tensor) or call.seq_lens.dim() != 1 or call.window_size < 1:
+        return None
+    if call.num_splits > 1 or call.split_tokens or not call.is_countable:
+        return None
     device_index = call.q.get_device()
+    if call.gathered_shape.rows >= arguments.MOST_NUMBERS:
+        return None
     if not call.is_gathered(arch_of(device_index), multiprocessors(device_index), MOST_ALLOCATED):
         return None
     return torch.empty(call.gathered_shape.nbytes, dtype=torch.uint8, device=call.q.device)
