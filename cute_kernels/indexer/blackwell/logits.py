@@ -28,6 +28,7 @@ No Blackwell has run this kernel yet: the host model of tests/model has.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -191,8 +192,9 @@ class BlackwellConfig:
 
     @property
     def barriers(self) -> int:
-        """mbarriers: of three rings, and where scales have been put in order."""
-        return 2 * (self.stages + self.query_stages + self.buffers) + (self.stages if self.mxfp4 else 0)
+        """mbarriers: of two rings, of products, and where scales have been put in order."""
+        products = self.product_places + self.buffers
+        return 2 * (self.stages + self.query_stages) + products + (self.stages if self.mxfp4 else 0)
 
     @property
     def smem_bytes(self) -> int:
@@ -205,6 +207,16 @@ class BlackwellConfig:
     @property
     def buffers(self) -> int:
         return MOST_BUFFERS if self._columns_of(MOST_BUFFERS) <= ptx.COLUMNS else MOST_BUFFERS - 1
+
+    @property
+    def product_places(self) -> int:
+        """mbarriers that products arrive on, one tile's after the other's.
+
+        A parity cannot tell a phase from the one before last, so who waits on an mbarrier has to wait for all its
+        phases. Consumers that take turns wait for their own tiles' only: of an odd number of buffers each has two
+        mbarriers, one for either consumer."""
+        takes_turns = self.row_splits == 1
+        return math.lcm(self.buffers, CONSUMERS) if takes_turns else self.buffers
 
     def _columns_of(self, buffers: int) -> int:
         scales = buffers + QUERY_STAGES * self.scale_tiles if self.mxfp4 else 0
@@ -267,13 +279,27 @@ class Smem(NamedTuple):
 
 @dataclass(frozen=True)
 class Bars:
-    """Rings of keys, of queries, and of buffers of products in tensor memory. ordered: MXFP4's mbarriers, one for each
-    stage of keys, that scales in order arrive on."""
+    """Rings of keys and of queries, and mbarriers.
+
+    products   that a tile's products arrive on: see BlackwellConfig.product_places
+    loaded     one for each buffer of products in tensor memory, that those who have loaded them arrive on
+    ordered    of MXFP4, one for each stage of keys, that scales in order arrive on
+    """
 
     keys: barriers.Ring
     queries: barriers.Ring
-    products: barriers.Ring
+    products: Any
+    loaded: Any
     ordered: Any
+
+
+@cute.jit
+def product_buffer(place: Any, phase: Any, config: cutlass.Constexpr) -> tuple[Any, Any]:
+    """Buffer of the tile whose products arrive at a place in a phase, and the phase of `loaded` that it ends."""
+    if const_expr(config.product_places > config.buffers):
+        is_second = place >= config.buffers
+        place, phase = (place - config.buffers if is_second else place), Int32(is_second)
+    return place, phase
 
 
 # ---- MMA
@@ -300,7 +326,7 @@ class MmaWarp:
         """Products of all tiles of the CTA."""
         config, bars, smem = self.config, self.bars, self.smem
         stage, phase = barriers.start()
-        buffer, buffer_phase = barriers.start()
+        place, place_phase = barriers.start()
         current, turn = Int32(-1), Int32(-1)
         is_running = Int32(1)
         while is_running != 0:
@@ -316,7 +342,8 @@ class MmaWarp:
                 if is_new:
                     current, turn = tile.group, turn + 1
                     bars.queries.wait_full(turn % QUERY_STAGES, turn // QUERY_STAGES & 1)
-                bars.products.wait_empty(buffer, buffer_phase)
+                buffer, buffer_phase = product_buffer(place, place_phase, config)
+                ptx.wait_mbarrier((bars.loaded + buffer).toint(), buffer_phase ^ 1)
                 if const_expr(config.mxfp4):
                     ptx.wait_mbarrier((bars.ordered + stage).toint(), phase)
                 ptx.fence_tensor_after()
@@ -329,8 +356,8 @@ class MmaWarp:
                         buffer,
                         is_new,
                     )
-                    ptx.commit_tensor(bars.products.full(buffer).toint())
-                buffer, buffer_phase = barriers.advance(buffer, buffer_phase, config.buffers)
+                    ptx.commit_tensor((bars.products + place).toint())
+                place, place_phase = barriers.advance(place, place_phase, config.product_places)
                 stage, phase = barriers.advance(stage, phase, config.stages)
 
     @cute.jit
@@ -449,7 +476,7 @@ class Consumer:
         first = split * config.held
         products = self.tensor + (thread // WARP * WARP << LANE_SHIFT) + first * config.heads
         stage, phase = barriers.start()
-        buffer, buffer_phase = barriers.start()
+        place, place_phase = barriers.start()
         current, turn, loaded, number = Int32(-1), Int32(-1), Int32(-1), Int32(0)
         is_running = Int32(1)
         while is_running != 0:
@@ -468,8 +495,9 @@ class Consumer:
                     scale = Float32(1.0)
                     if const_expr(not config.mxfp4):
                         scale = ptx.load_shared_f32(smem.scales + (stage * KEY_TILE + thread) * 4)
-                    bars.products.wait_full(buffer, buffer_phase)
+                    ptx.wait_mbarrier((bars.products + place).toint(), place_phase)
                     ptx.fence_tensor_after()
+                    buffer, _ = product_buffer(place, place_phase, config)
                     at = products + buffer * config.columns
                     totals = self.add_heads(at, weights, count)
                     if not cute.arch.vote_all_sync(are_finite(totals)):
@@ -477,11 +505,11 @@ class Consumer:
                     ptx.fence_tensor_before()
                     cute.arch.sync_warp()
                     if lane == 0:
-                        cute.arch.mbarrier_arrive(bars.products.empty(buffer))
+                        cute.arch.mbarrier_arrive(bars.loaded + buffer)
                     self.store(totals, seen, tile, scale)
                 release(bars, tile, query_stage, lane)
                 number += 1
-                buffer, buffer_phase = barriers.advance(buffer, buffer_phase, config.buffers)
+                place, place_phase = barriers.advance(place, place_phase, config.product_places)
                 stage, phase = barriers.advance(stage, phase, config.stages)
 
     @cute.jit
@@ -669,10 +697,10 @@ class BlackwellLogitsKernel:
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // WARP)
         allocator = SmemAllocator()
-        stages = config.stages, config.query_stages, config.buffers
-        keys, queries, products = (barriers.Ring.allocate(allocator, count) for count in stages)
+        keys, queries = (barriers.Ring.allocate(allocator, count) for count in (config.stages, config.query_stages))
+        products, loaded = (allocator.allocate_array(Int64, n) for n in (config.product_places, config.buffers))
         ordered: Any = allocator.allocate_array(Int64, config.stages) if const_expr(config.mxfp4) else None
-        bars = Bars(keys, queries, products, ordered)
+        bars = Bars(keys, queries, products, loaded, ordered)
         words = {
             name: allocator.allocate_tensor(Int32, cute.make_layout(count), byte_alignment=ALIGNMENT)
             for name, count in config.words.items()
@@ -695,10 +723,10 @@ class BlackwellLogitsKernel:
             # MMA warp its header
             bars.keys.initialize(1 if self.paged else 1 + WARP, config.warpgroups * 4 + 1)
             bars.queries.initialize(1 + WARP, config.warpgroups * 4)
-            bars.products.initialize(1, config.row_splits * 4)
+            barriers.initialize(bars.products, config.product_places, 1)
+            barriers.initialize(bars.loaded, config.buffers, config.row_splits * 4)
             if const_expr(config.mxfp4):
-                for stage in range_constexpr(config.stages):
-                    cute.arch.mbarrier_init(bars.ordered + stage, 1)
+                barriers.initialize(bars.ordered, config.stages, 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
