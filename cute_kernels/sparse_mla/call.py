@@ -219,18 +219,21 @@ class PagedCall(NamedTuple):
             return 0
         if self.topk_indices is not None:
             return int(self.topk_indices.shape[1])
+        return self.entries
+
+    @property
+    def entries(self) -> int:
+        """Compressed entries that a row of the block table has room for."""
+        if self.compressed_cache is None:
+            return 0
         assert self.compressed_block_table is not None
         return int(self.compressed_block_table.shape[1] * self.compressed_cache.shape[1])
 
     @property
     def gathered_shape(self) -> gathered.GatheredShape:
         """Of what the rows of both caches are gathered into."""
-        entries = 0
-        if self.compressed_cache is not None:
-            assert self.compressed_block_table is not None
-            entries = int(self.compressed_block_table.shape[1] * self.compressed_cache.shape[1])
         rows, requests = int(self.q.shape[0]), int(self.seq_lens.shape[0])
-        return gathered.GatheredShape.of(rows, requests, self.window_size, entries, self.columns)
+        return gathered.GatheredShape.of(rows, requests, self.window_size, self.entries, self.columns)
 
     def gathered_tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The workspace as rows bf16 [rows, 1, 512], lists int32 [T, 1, columns] and their lengths int32 [T]."""
