@@ -403,7 +403,9 @@ NO_ROWS: dict[str, Mapping[str, int]] = ROWS | {
     ),
     "select_candidate_blocks": dict.fromkeys(("logits", "seq_lens", "out"), 0),
     "sparse_mla_mixed": dict.fromkeys(("query", "sparse_indices", "sparse_topk_lens", "out", "lse"), 0),
-    "sparse_mla_prefill_paged": dict.fromkeys(("q", "topk_indices", "out", "max_logits", "lse", "positions"), 0)
+    "sparse_mla_prefill_paged": dict.fromkeys(
+        ("q", "topk_indices", "out", "max_logits", "lse", "q_squares", "positions"), 0
+    )
     | {"out_scale": 2},
     "top_k_per_row_decode": dict.fromkeys(("logits", "seq_lens", "out", "slot_block_table"), 0),
     "top_k_per_row_prefill": dict.fromkeys(("logits", "row_starts", "row_ends", "out"), 0),

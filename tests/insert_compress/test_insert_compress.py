@@ -10,7 +10,7 @@ import torch
 
 from cute_kernels.insert_compress.call import IndexCall
 from cute_kernels.insert_compress.ops import fused_qkv_insert_compress_index
-from cute_kernels.insert_compress.verify_cases import random_call
+from cute_kernels.insert_compress.verify_cases import difference, random_call
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.runtime.record import record_calls
 from cute_kernels.runtime.verify import clone_arguments
@@ -126,3 +126,16 @@ def test_bad_arguments(name: str, change: Any, error: type[Exception], says: str
     call = random_call(LENGTHS, 9)
     with pytest.raises(error, match=f"{OP}: {says}"):
         fused_qkv_insert_compress_index(**arguments(call._replace(**{name: change(getattr(call, name))})))
+
+
+@pytest.mark.parametrize("index_hadamard", [False, True])
+def test_verify_allows_a_step_of_the_norm_and_nothing_else(index_hadamard: bool) -> None:
+    want = random_call([1, 3], index_hadamard=index_hadamard)
+    got = copy(want)
+    got.q.view(torch.int16)[0, 0, 0] += 1
+    assert difference(got, want) == ""
+    got.q.view(torch.int16)[0, 0, 0] += 2
+    assert difference(got, want).startswith("queries:")
+    got = copy(want)
+    raw_bytes(got.index_q_quant)[3] ^= 1
+    assert difference(got, want)
