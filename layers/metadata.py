@@ -80,9 +80,8 @@ class DeepseekV4Metadata:
     Device: seq_lens int32 [R] (this step included), query_start_loc int32 [R+1], token_to_req_indices int32 [T],
     positions int64 [T] (-1 in padded requests), slot_mapping int64 [T] and is_valid_token bool [T] of the SWA
     cache, decode_swa_indices int32 [D, 1, W] with decode_swa_lens int32 [D], prefill_seq_lens and
-    prefill_gather_lens int32 [P], prefill_entry_lens int32 [P] (compressed entries of each prefill request; None
-    without compression), block tables and slot mappings of the compressed and state caches, row_block_table int32
-    [D, pages] (the compressed cache's block table, a row per decode row; only where decode requests differ in
+    prefill_gather_lens int32 [P], block tables and slot mappings of the compressed and state caches, row_block_table
+    int32 [D, pages] (the compressed cache's block table, a row per decode row; only where decode requests differ in
     rows), min_restart int32 [R] (the smallest position a request may be scheduled from again), and the C128A index
     tables. With ratio 4: visible int32 [T], the entries that a row sees, and decode_topk_lens int32 [D], as many of
     them as the indexer picks; in steps with prefill requests also prefill_key_starts int32 [P+1], where the entries
@@ -115,7 +114,6 @@ class DeepseekV4Metadata:
     prefill_seq_lens: torch.Tensor
     prefill_gather_lens: torch.Tensor
     min_restart: torch.Tensor
-    prefill_entry_lens: torch.Tensor | None = None
     compressed_block_table: torch.Tensor | None = None
     compressed_slot_mapping: torch.Tensor | None = None
     state_block_table: torch.Tensor | None = None
@@ -226,7 +224,7 @@ class _Shape(NamedTuple):
             return slice(self.requests)
         if name == "key_starts":
             return slice(self.num_decodes, self.requests + 1)
-        if name in ("gather_lens", "entry_lens"):
+        if name == "gather_lens":
             return slice(self.num_decodes, self.requests)
         return slice(self.decode_rows if name.startswith("decode") else self.tokens)
 
@@ -236,8 +234,8 @@ _NO_FIELDS: dict[int, frozenset[str]] = {
     1: frozenset(
         ("state_slot_mapping", "compressed_slot_mapping", "visible", "decode_topk_lens", "entry_lens", *_KEYS)
     ),
-    4: frozenset(),
-    128: frozenset(("visible", *_KEYS)),
+    4: frozenset(("entry_lens",)),
+    128: frozenset(("visible", "entry_lens", *_KEYS)),
 }
 """Arrays that are no field of the metadata of layers of a ratio."""
 
@@ -260,7 +258,7 @@ class _StepBuffers:
         self._views: dict[_Shape, list[dict[str, torch.Tensor]]] = {}
         self.start, self.end = self.buffer.data_ptr(), self.buffer.data_ptr() + layout.nbytes
 
-    def views(self, shape: _Shape, lists: tuple[torch.Tensor | None, torch.Tensor | None]) -> list[dict[str, Any]]:
+    def views(self, shape: _Shape, lists: tuple[torch.Tensor, torch.Tensor] | None) -> list[dict[str, Any]]:
         """The metadata's fields that this step fills, of each ratio, behind its launch. lists: C128A's, of decode and
         prefill rows."""
         found = self._views.get(shape)
@@ -283,7 +281,7 @@ class _StepBuffers:
         ratio: int,
         arrays: dict[str, torch.Tensor],
         shared: dict[str, torch.Tensor],
-        lists: tuple[torch.Tensor | None, torch.Tensor | None],
+        lists: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> dict[str, torch.Tensor]:
         """Kinds share the tensors that are the same for all of them."""
         if not shared:
@@ -294,18 +292,14 @@ class _StepBuffers:
         if shape.num_decodes == shape.requests:
             own -= set(_KEYS)
         fields = shared | {name: arrays[name][used[name]] for name in own}
-        if ratio > 1:
-            fields["prefill_entry_lens"] = fields.pop("entry_lens")
         if "key_starts" in fields:
             fields["prefill_key_starts"] = fields.pop("key_starts")
         if ratio == 128:
             fields["c128a_decode_topk_lens"] = fields.pop("decode_topk_lens")
-            decode, prefill = lists
-            assert prefill is not None
-            if decode is not None:
+            if lists is not None:
+                (decode, prefill), rows = lists, shape.tokens - shape.decode_rows
                 fields["c128a_global_decode_topk_indices"] = decode[: shape.decode_rows, : shape.c128a_columns]
-            rows = shape.tokens - shape.decode_rows
-            fields["c128a_prefill_topk_indices"] = prefill[:rows, : shape.c128a_columns]
+                fields["c128a_prefill_topk_indices"] = prefill[:rows, : shape.c128a_columns]
         return fields
 
 
@@ -360,8 +354,8 @@ class DeepseekV4MetadataBuilder:
 
     max_num_tokens       largest number of rows in a step, and of requests
     max_model_len        largest sequence length
-    c128a_decode_lists   whether `c128a_global_decode_topk_indices` are built, which only attention over plain caches
-                         reads (DeepseekV4FlashInferMLASparseImpl); else the field is None
+    c128a_lists          whether `c128a_global_decode_topk_indices` and `c128a_prefill_topk_indices` are built, which
+                         only attention over plain caches reads (DeepseekV4FlashInferMLASparseImpl); else they are None
     use_pdl              whether the launch is a dependent of the kernel before
     """
 
@@ -372,14 +366,14 @@ class DeepseekV4MetadataBuilder:
         max_model_len: int,
         device: torch.device | str = "cpu",
         *,
-        c128a_decode_lists: bool = True,
+        c128a_lists: bool = True,
         use_pdl: bool = False,
     ) -> None:
         self.config, self.device = config, torch.device(device)
         self.max_model_len, self.use_pdl = max_model_len, use_pdl
-        self.c128a_decode_lists = c128a_decode_lists
+        self.c128a_lists = c128a_lists
         self._c128a_width = round_up(-(-max_model_len // 128), 128)
-        self._c128a: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+        self._c128a: tuple[torch.Tensor, torch.Tensor] | None = None
         self._max_num_tokens = max_num_tokens
         self._ring: UploadRing | None = None
         self._buffers: dict[tuple[int, ...], _StepBuffers] = {}
@@ -595,7 +589,7 @@ class DeepseekV4MetadataBuilder:
         which are numbers and addresses."""
         lens, restart = _apart(seq_lens, buffers), _apart(min_restart, buffers)
         is_apart = lens is seq_lens and restart is min_restart
-        lists = self._c128a_buffers(buffers.ratios)
+        decode_list, prefill_list = self._c128a_buffers(buffers.ratios) or (None, None)
         with record_launches() as launches:
             build_step_metadata(
                 upload,
@@ -613,8 +607,8 @@ class DeepseekV4MetadataBuilder:
                 window_size=self.config.sliding_window,
                 index_topk=self.config.index_topk,
                 c128a_columns=shape.c128a_columns,
-                c128a_decode_buffer=lists[0],
-                c128a_prefill_buffer=lists[1],
+                c128a_decode_buffer=decode_list,
+                c128a_prefill_buffer=prefill_list,
                 swa_block_size=SWA_BLOCK_SIZE,
                 kv_block_size=KV_BLOCK_SIZE,
                 c4_state_block_size=STATE_BLOCK_SIZE[4],
@@ -705,16 +699,14 @@ class DeepseekV4MetadataBuilder:
         needed = max(longest // 128, 1)
         return min(max(1 << (needed - 1).bit_length(), 128), self._c128a_width)
 
-    def _c128a_buffers(self, ratios: tuple[int, ...]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _c128a_buffers(self, ratios: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor] | None:
         """C128A's index tables of decode and of prefill rows, None in steps that have no such layers."""
-        if 128 not in ratios:
-            return None, None
-        decode, prefill = self._c128a
-        if prefill is None:
+        if 128 not in ratios or not self.c128a_lists:
+            return None
+        if self._c128a is None:
             shape = self._max_num_tokens, self._c128a_width
-            if self.c128a_decode_lists:
-                decode = torch.empty(shape, dtype=torch.int32, device=self.device)
-            self._c128a = decode, torch.empty(shape, dtype=torch.int32, device=self.device)
+            decode, prefill = (torch.empty(shape, dtype=torch.int32, device=self.device) for _ in range(2))
+            self._c128a = decode, prefill
         return self._c128a
 
 

@@ -278,7 +278,7 @@ class Step:
                     fill_cache(cache, g)
             self.caches.append(caches)
         self.builder = DeepseekV4MetadataBuilder(
-            self.config, max(case.tokens, 1), max(case.lengths()), DEVICE, c128a_decode_lists=False
+            self.config, max(case.tokens, 1), max(case.lengths()), DEVICE, c128a_lists=False
         )
         shape = case.tokens, self.config.hidden_size
         self.hidden = [torch.randn(shape, device=DEVICE, generator=g).bfloat16() for _ in range(2)]

@@ -64,6 +64,22 @@ def block_sum(number: Any, warps: int) -> Any:
     return total
 
 
+@cute.jit
+def block_sum_and_max(summed: Any, largest: Any, warps: int) -> Any:
+    """Sum of one int32 and maximum of another over all threads of a block of so many warps, in every thread. All
+    threads must call."""
+    summed, largest = cute.arch.warp_redux_sync(summed, "add"), cute.arch.warp_redux_sync(largest, "max")
+    if const_expr(warps > 1):
+        staged = SmemAllocator().allocate_tensor(Int32, cute.make_layout(2 * warps))
+        warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // LANES)
+        staged[warp], staged[warps + warp] = summed, largest
+        cute.arch.sync_threads()
+        summed, largest = staged[0], staged[warps]
+        for i in range_constexpr(1, warps):
+            summed, largest = summed + staged[i], cutlass.max(largest, staged[warps + i])
+    return summed, largest
+
+
 class Matrix(NamedTuple):
     """int32 [rows, columns] in plain numbers, `stride` bytes from row to row."""
 

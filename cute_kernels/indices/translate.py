@@ -22,10 +22,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_stream
-from cutlass.memory import SmemAllocator
 
 from cute_kernels.dsl import ptx
-from cute_kernels.dsl.paging import LANES, BlockTable, Matrix, block_table, load_run, matrix, store_run
+from cute_kernels.dsl.paging import (
+    LANES,
+    BlockTable,
+    Matrix,
+    block_sum_and_max,
+    block_table,
+    load_run,
+    matrix,
+    store_run,
+)
 from cute_kernels.dsl.tensor import address, length
 from cute_kernels.indices.call import TranslateCall
 from cute_kernels.indices.launching import (
@@ -43,22 +51,6 @@ from cute_kernels.runtime.arch import arch_number, arch_of
 from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
-
-
-@cute.jit
-def block_sum_and_max(summed: Any, largest: Any, warps: cutlass.Constexpr) -> Any:
-    """Sum of one int32 and maximum of another over all threads of a block of so many warps, in every thread. All
-    threads must call."""
-    summed, largest = cute.arch.warp_redux_sync(summed, "add"), cute.arch.warp_redux_sync(largest, "max")
-    if const_expr(warps > 1):
-        staged = SmemAllocator().allocate_tensor(Int32, cute.make_layout(2 * warps))
-        warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // LANES)
-        staged[warp], staged[warps + warp] = summed, largest
-        cute.arch.sync_threads()
-        summed, largest = staged[0], staged[warps]
-        for i in range_constexpr(1, warps):
-            summed, largest = summed + staged[i], cutlass.max(largest, staged[warps + i])
-    return summed, largest
 
 
 @dataclass(frozen=True)

@@ -356,8 +356,9 @@ class RmsNormKey(KernelKey):
     second_width     columns of the second matrix; 0: there is none
     second_fp32_weight
                      the same of its weight
-    positions        "int64" or "int32": tokens have positions of that type, and rows of the first matrix at position 0
-                     come out as zeros; "": they have none
+    positions        "int64" or "int32": tokens have positions of that type, rows of the first matrix at position 0 come
+                     out as zeros, and a token has any number of rows (streams) of the second one; "": they have none,
+                     and one row of the second matrix
     spread           whether a CTA takes each row, although a warp could
     """
 

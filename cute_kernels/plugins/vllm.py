@@ -6,7 +6,7 @@ what was chosen, of FlashMLA's class only, made of a mixin for each part that is
 weights and streams stay the engine's.
 
     decode       _forward_decode: sparse_mla_decode
-    prefill      _forward_prefill: sparse_mla_prefill_paged, or rows gathered and sparse_mla_prefill, as is faster
+    prefill      _forward_prefill: sparse_mla_prefill_paged, in the form that is faster
     insert       _fused_qnorm_rope_kv_insert, in place
     norm         _split_qkv_and_norm: fused_q_kv_rmsnorm
     indexer      queries, scores and top-k
@@ -19,6 +19,7 @@ mixin hands what it does not serve to the engine's own method.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -34,17 +35,17 @@ from cute_kernels.indexer.ops import (
     score_top_k_prefill,
     score_top_k_workspace_size,
 )
-from cute_kernels.indices.ops import combine_topk_swa_indices, compute_global_topk_indices_and_lens
-from cute_kernels.kv_cache.ops import dequantize_and_gather_k_cache, fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
+from cute_kernels.indices.ops import compute_global_topk_indices_and_lens
+from cute_kernels.kv_cache.ops import fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
 from cute_kernels.norm.ops import fused_q_kv_rmsnorm
 from cute_kernels.output.ops import deepseek_v4_fp8_einsum, fused_inv_rope_fp8_quant
 from cute_kernels.plugins import PARTS, Plugin, on_import
 from cute_kernels.sparse_mla.ops import (
     sparse_mla_decode,
     sparse_mla_decode_workspace_size,
-    sparse_mla_prefill,
     sparse_mla_prefill_paged,
     sparse_mla_prefill_paged_form,
+    sparse_mla_prefill_paged_workspace_size,
 )
 
 if TYPE_CHECKING:
@@ -160,17 +161,26 @@ class NativeHeads(Engines):
         return num_heads
 
 
-class Decode(Engines):
+class GatherMemory(Engines):
+    def _gather_bytes(self) -> int:
+        """What the engine's dummy run reserves for a prefill of this layer: rows, lists of them and their lengths."""
+        entries = columns = 0
+        if self.compress_ratio > 1:
+            entries = -(-self.max_model_len // self.compress_ratio)
+            columns = self.topk_indices_buffer.shape[1]
+        tokens = self.max_num_batched_tokens
+        rows = self.PREFILL_CHUNK_SIZE * (entries + self.window_size + tokens)
+        return rows * formats.HEAD_DIM * 2 + tokens * (formats.round_up(columns + self.window_size, 128) + 1) * 4
+
+
+class Decode(GatherMemory):
+    def _gather_workspace(self) -> torch.Tensor:
+        return workspace(((self._gather_bytes(),), torch.uint8))[0]
+
     def forward_mqa(self, q: Any, kv: Any, positions: Any, output: Any) -> None:
         super().forward_mqa(q, kv, positions, output)
         if forward_metadata() is None:
             self._gather_workspace()
-
-    def _gather_workspace(self) -> torch.Tensor:
-        """The memory that the engine's prefill gathers rows into and its dummy run reserves."""
-        entries = -(-self.max_model_len // self.compress_ratio) if self.compress_ratio > 1 else 0
-        rows = self.PREFILL_CHUNK_SIZE * (entries + self.window_size + self.max_num_batched_tokens)
-        return workspace(((rows, formats.HEAD_DIM), torch.bfloat16))[0].view(torch.uint8).flatten()
 
     def _decode_workspace(self, q: torch.Tensor, *lists: torch.Tensor | None) -> torch.Tensor | None:
         """For splits of rows. None, and the op allocates it as FlashMLA does, where that memory may be too small."""
@@ -211,7 +221,7 @@ class Decode(Engines):
         )
 
 
-class Prefill(Engines):
+class Prefill(GatherMemory):
     def _forward_prefill(
         self,
         q: Any,
@@ -226,114 +236,60 @@ class Prefill(Engines):
             PLUGIN.fall_back("prefill", "windows are widened for images")
             super()._forward_prefill(q, positions, compressed_k_cache, swa_k_cache, output, attn_metadata, swa_metadata)
             return
-        first, rows = swa_metadata.num_decode_tokens, swa_metadata.num_prefill_tokens
-        picks = None
-        if attn_metadata is not None and self.compress_ratio == 4:
-            picks = self.topk_indices_buffer[first : first + rows]
-        q, output = q[:rows], output[:rows]
-        if self._reads_pages(q, swa_metadata):
-            decodes, end = swa_metadata.num_decodes, swa_metadata.num_decodes + swa_metadata.num_prefills
+        decodes, window = swa_metadata.num_decodes, self.window_size
+        page = None if attn_metadata is None else attn_metadata.block_size // self.compress_ratio
+        picks = columns = None
+        if page is not None and self.compress_ratio == 4:
+            picks = self.topk_indices_buffer[swa_metadata.num_decode_tokens :]
+            columns = picks.shape[1]
+        end = last = 0
+        for rows, count, entries in self._chunks(swa_metadata, page, columns):
+            begin, first, end, last = end, last, end + count, last + rows
+            requests, tokens = slice(decodes + begin, decodes + end), slice(first, last)
+            step = rows, count, q.shape[1], entries, columns
+            form = sparse_mla_prefill_paged_form(*step, window_size=window, device=q.device)
+            memory = None
+            if form == "gathered":
+                size = sparse_mla_prefill_paged_workspace_size(rows, count, entries, columns, window_size=window)
+                memory = workspace(((size,), torch.uint8))[0]
             sparse_mla_prefill_paged(
-                q,
+                q[tokens],
                 swa_k_cache,
-                swa_metadata.block_table[decodes:end],
-                swa_metadata.query_start_loc[decodes : end + 1],
-                swa_metadata.prefill_seq_lens,
+                swa_metadata.block_table[requests],
+                swa_metadata.query_start_loc[decodes + begin : decodes + end + 1],
+                swa_metadata.prefill_seq_lens[begin:end],
                 self.scale,
-                window_size=self.window_size,
-                compressed_cache=None if attn_metadata is None else compressed_k_cache,
-                compressed_block_table=None if attn_metadata is None else attn_metadata.block_table[decodes:end],
+                window_size=window,
+                compressed_cache=compressed_k_cache if page else None,
+                compressed_block_table=attn_metadata.block_table[requests, : entries // page] if page else None,
                 compress_ratio=self.compress_ratio,
-                topk_indices=picks,
+                topk_indices=None if picks is None else picks[tokens],
                 attn_sink=self.attn_sink,
-                out=output,
+                out=output[tokens],
                 return_lse=False,
-                form="paged",
+                workspace=memory,
+                form=form,
             )
-            return
-        if attn_metadata is not None and picks is None:
-            picks = attn_metadata.c128a_prefill_topk_indices
-        self._gather_and_attend(q, compressed_k_cache, swa_k_cache, output, attn_metadata, swa_metadata, picks)
 
-    def _reads_pages(self, q: torch.Tensor, swa_metadata: Any) -> bool:
-        """Whether reading the pages is faster than gathering them first, by the lengths that the host knows."""
-        entries = int(swa_metadata.prefill_seq_lens_cpu.max()) // self.compress_ratio if self.compress_ratio > 1 else 0
-        columns = self.topk_indices_buffer.shape[1] if self.compress_ratio == 4 else None
-        step = q.shape[0], swa_metadata.num_prefills, q.shape[1], entries, columns
-        return sparse_mla_prefill_paged_form(*step, window_size=self.window_size, device=q.device) == "paged"
+    def _chunks(self, swa_metadata: Any, page: int | None, columns: int | None) -> Iterator[tuple[int, int, int]]:
+        """(rows, requests, entries of the longest one, in whole pages) of as many prefills at a time as can be gathered
+        into what the engine has reserved for this layer, one at least. page: entries of one; columns: of their lists.
+        """
+        starts = swa_metadata.query_start_loc_cpu.tolist()[swa_metadata.num_decodes :]
+        lengths, most = swa_metadata.prefill_seq_lens_cpu.tolist(), self._gather_bytes()
 
-    def _gather_and_attend(
-        self,
-        q: torch.Tensor,
-        compressed_k_cache: Any,
-        swa_k_cache: torch.Tensor,
-        output: torch.Tensor,
-        attn_metadata: Any,
-        swa_metadata: Any,
-        picks: torch.Tensor | None,
-    ) -> None:
-        """A few requests at a time: their compressed entries and the ends of their windows' caches into one buffer of
-        rows, and then attention to rows."""
-        requests = swa_metadata.num_decodes
-        starts, starts_cpu = swa_metadata.query_start_loc, swa_metadata.query_start_loc_cpu
-        seq_lens, gather_lens = swa_metadata.prefill_seq_lens, swa_metadata.prefill_gather_lens
-        top_k = 0 if picks is None else picks.shape[-1]
-        if picks is None:
-            picks = torch.empty(q.shape[0], 0, dtype=torch.int32, device=q.device)
-        columns = -(-(top_k + self.window_size + self.max_image_tokens) // 128) * 128
-        plan = swa_metadata.get_prefill_chunk_plan(
-            compress_ratio=self.compress_ratio, prefill_chunk_size=self.PREFILL_CHUNK_SIZE
-        )
-        for begin, end, entries, width in plan:
-            gathered, indices, lens = workspace(
-                ((end - begin, width, formats.HEAD_DIM), torch.bfloat16),
-                ((self.max_num_batched_tokens, columns), torch.int32),
-                ((self.max_num_batched_tokens,), torch.int32),
-            )
-            of_chunk = slice(requests + begin, requests + end)
-            if attn_metadata is not None:
-                dequantize_and_gather_k_cache(
-                    gathered,
-                    compressed_k_cache,
-                    seq_lens[begin:end] // self.compress_ratio,
-                    None,
-                    attn_metadata.block_table[of_chunk],
-                    attn_metadata.block_size // self.compress_ratio,
-                    0,
-                )
-            dequantize_and_gather_k_cache(
-                gathered,
-                swa_k_cache,
-                seq_lens[begin:end],
-                gather_lens[begin:end],
-                swa_metadata.block_table[of_chunk],
-                swa_metadata.block_size,
-                entries,
-            )
-            first, last = (int(starts_cpu[requests + i] - starts_cpu[requests]) for i in (begin, end))
-            out = indices[: last - first], lens[: last - first]
-            combine_topk_swa_indices(
-                picks[first:last],
-                starts[requests + begin : requests + end + 1],
-                seq_lens[begin:end],
-                gather_lens[begin:end],
-                self.window_size,
-                self.compress_ratio,
-                top_k,
-                width,
-                entries,
-                out=out,
-            )
-            sparse_mla_prefill(
-                q[first:last],
-                gathered.view(-1, 1, formats.HEAD_DIM),
-                out[0][:, None],
-                self.scale,
-                attn_sink=self.attn_sink,
-                topk_length=out[1],
-                out=output[first:last],
-                return_lse=False,
-            )
+        def chunk(begin: int, end: int) -> tuple[int, int, int]:
+            entries = formats.round_up(max(lengths[begin:end]) // self.compress_ratio, page) if page else 0
+            return starts[end] - starts[begin], end - begin, entries
+
+        begin = 0
+        for end in range(1, len(lengths) + 1):
+            if end < len(lengths):
+                shape = *chunk(begin, end + 1), columns
+                if sparse_mla_prefill_paged_workspace_size(*shape, window_size=self.window_size) <= most:
+                    continue
+            yield chunk(begin, end)
+            begin = end
 
 
 class Insert(Engines):

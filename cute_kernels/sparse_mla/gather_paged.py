@@ -38,7 +38,7 @@ from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.kv_cache import record
 from cute_kernels.runtime.arch import arch_number
 from cute_kernels.runtime.compile import KernelKey
-from cute_kernels.sparse_mla.kernel_args import fake_cache, fake_rows, fake_stream, fake_table
+from cute_kernels.sparse_mla.kernel_args import fake_cache, fake_rows, fake_stream, fake_table, paged_sources
 from cute_kernels.sparse_mla.params import PagedCache, PagedKV
 
 WARPS = 4
@@ -64,19 +64,6 @@ class GatherPagedArgs(NamedTuple):
     requests: Int32
     window_size: Int32
     stream: cuda.CUstream
-
-    def sources(self) -> PagedKV:
-        """On the host's side of the launch."""
-        return PagedKV(
-            PagedCache.of(self.swa_cache, self.swa_block_table),
-            PagedCache.of(self.compressed_cache, self.compressed_block_table),
-            self.window_size,
-            self.lists,
-            self.list_row,
-            self.columns,
-            cute.fast_divmod_create_divisor_v2(self.compress_ratio),
-            Batch(self.starts, self.seq_lens, self.requests),
-        )
 
 
 class Rows(NamedTuple):
@@ -119,7 +106,7 @@ class GatherPagedKernel:
 
     @cute.jit
     def launch(self, args: GatherPagedArgs) -> None:
-        key, kv = self.key, args.sources()
+        key, kv = self.key, paged_sources(args)
         name = f"dequantize_and_gather_paged_{key.compressed}_c{key.width}r{key.rows}"
         self.kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
         tokens, columns = length(args.indices, 0), length(args.indices, 2)

@@ -337,18 +337,7 @@ class PagedArgs(NamedTuple):
 
     def sources(self) -> PagedKV:
         """On the host's side of the launch, as all below."""
-        return PagedKV(
-            PagedCache.of(self.swa_cache, self.swa_block_table),
-            PagedCache.of(self.compressed_cache, self.compressed_block_table),
-            self.window_size,
-            self.lists,
-            self.list_row,
-            self.columns,
-            cute.fast_divmod_create_divisor_v2(self.compress_ratio),
-            Batch(self.starts, self.seq_lens, self.requests),
-            self.splits,
-            self.split_tiles,
-        )
+        return paged_sources(self, self.splits, self.split_tiles)
 
     def output(self, sink: Any = None) -> PrefillOutput:
         """sink   where the results of splits are combined"""
@@ -356,6 +345,22 @@ class PagedArgs(NamedTuple):
         if quant is None:
             return PrefillOutput.of(self.out, self.max_logits, self.lse, sink=sink)
         return PrefillOutput.of_codes(quant, self.max_logits, self.lse)
+
+
+def paged_sources(args: Any, *splits: Any) -> PagedKV:
+    """args: with both caches, their tables, the lists and the batch as PagedArgs has them; splits: of a PagedKV. On the
+    host's side of the launch."""
+    return PagedKV(
+        PagedCache.of(args.swa_cache, args.swa_block_table),
+        PagedCache.of(args.compressed_cache, args.compressed_block_table),
+        args.window_size,
+        args.lists,
+        args.list_row,
+        args.columns,
+        cute.fast_divmod_create_divisor_v2(args.compress_ratio),
+        Batch(args.starts, args.seq_lens, args.requests),
+        *splits,
+    )
 
 
 def fake_paged(quantized: bool = False, split: bool = False) -> PagedArgs:

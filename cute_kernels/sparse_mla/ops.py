@@ -441,6 +441,10 @@ def _check_paged(call: PagedCall) -> None:
     if call.form == "gathered":
         c.require(call.num_splits <= 1, "num_splits", "0 or 1 with form 'gathered'", call.num_splits)
         c.require(call.split_tokens == 0, "split_tokens", "0 with form 'gathered'", call.split_tokens)
+        own = formats.FP8_DS_MLA.id
+        c.require(call.kv_format == own, "kv_format", f"{own} with form 'gathered'", call.kv_format)
+        compressed = call.formats[1]
+        c.require(compressed == own, "compressed_kv_format", f"{own} with form 'gathered'", compressed)
         if call.q.device.type == "cuda":
             needed, have = call.gathered_shape.nbytes, nbytes(call.workspace)
             name = "sparse_mla_prefill_paged_workspace_size"

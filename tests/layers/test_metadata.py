@@ -146,9 +146,7 @@ def check(m: DeepseekV4Metadata, s: Step, max_model_len: int = MAX_LEN) -> None:
     for name in c128a:
         assert (getattr(m, name) is None) == (s.ratio != 128), name
     if s.ratio == 1:
-        assert m.prefill_entry_lens is None
         return
-    same("prefill_entry_lens", m.prefill_entry_lens, [n // s.ratio for _, n in prefills], int32)
     closes = [s.entry_slot(r, p // s.ratio) if p >= 0 and (p + 1) % s.ratio == 0 else -1 for r, p in rows]
     same("compressed_slot_mapping", m.compressed_slot_mapping, closes, int64)
     same("state_slot_mapping", m.state_slot_mapping, [s.slot("state", r, p) for r, p in rows], int64)
@@ -295,12 +293,13 @@ def test_the_numbers_of_a_step_stay_in_one_place() -> None:
         assert builder.numbers.data_ptr() == place
 
 
-def test_decode_lists_of_c128a_may_be_left_out() -> None:
-    builder = DeepseekV4MetadataBuilder(CONFIG, MAX_TOKENS, MAX_LEN, c128a_decode_lists=False)
+def test_lists_of_c128a_may_be_left_out() -> None:
+    builder = DeepseekV4MetadataBuilder(CONFIG, MAX_TOKENS, MAX_LEN, c128a_lists=False)
     step = Step(128, [1, 200], [1000, 300], 1)
-    metadata = step.build(builder)
-    assert metadata.c128a_global_decode_topk_indices is None
-    metadata.c128a_global_decode_topk_indices = step.build().c128a_global_decode_topk_indices
+    metadata, whole = step.build(builder), step.build()
+    for name in ("c128a_global_decode_topk_indices", "c128a_prefill_topk_indices"):
+        assert getattr(metadata, name) is None
+        setattr(metadata, name, getattr(whole, name))
     check(metadata, step)
 
 

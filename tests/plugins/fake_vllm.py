@@ -157,7 +157,7 @@ class Attention(nn.Module):
         g = generator(7)
         self.n_local_heads, self.padded_heads = HEADS, self.get_padded_num_q_heads(HEADS)
         self.n_local_groups, self.q_lora_rank, self.o_lora_rank, self.head_dim = 1, 256, 128, formats.HEAD_DIM
-        self.eps, self.scale, self.window_size, self.max_image_tokens = 1e-6, formats.HEAD_DIM**-0.5, 128, 0
+        self.eps, self.scale, self.window_size = 1e-6, formats.HEAD_DIM**-0.5, 128
         self.compress_ratio, self.max_num_batched_tokens, self.max_model_len = ratio, MAX_TOKENS, MAX_LEN
         self.attn_sink = nn.Parameter(5 + draw(g, self.padded_heads), requires_grad=False)
         for name, width in (("q_norm", self.q_lora_rank), ("kv_norm", self.head_dim)):
@@ -256,11 +256,7 @@ def metadata(layer: Any, decodes: bool) -> dict[str, Any]:
         num_prefill_tokens=0 if decodes else rows,
         prefill_seq_lens=None if decodes else torch.tensor([rows]).int(),
         prefill_seq_lens_cpu=None if decodes else torch.tensor([rows], device="cpu").int(),
-        prefill_gather_lens=None if decodes else torch.tensor([rows]).int(),
     )
-    swa.get_prefill_chunk_plan = lambda compress_ratio, prefill_chunk_size: [
-        (0, 1, rows // ratio if ratio > 1 else 0, rows // ratio + rows if ratio > 1 else rows)
-    ]
     found = {layer.swa_cache_layer.prefix: swa}
     if ratio == 1:
         return found
@@ -277,7 +273,6 @@ def metadata(layer: Any, decodes: bool) -> dict[str, Any]:
         slot_mapping=torch.where(closes, entries - 1, -1),
         c128a_global_decode_topk_indices=all_entries[:, None] if decodes and c128 else None,
         c128a_decode_topk_lens=entries.int() if decodes and c128 else None,
-        c128a_prefill_topk_indices=all_entries if c128 and not decodes else None,
     )
     compressors = [layer.compressor] if layer.indexer is None else [layer.compressor, layer.indexer.compressor]
     for compressor in compressors:
@@ -329,22 +324,16 @@ def metadata(layer: Any, decodes: bool) -> dict[str, Any]:
 
 
 def mixed(layer: Any) -> dict[str, Any]:
-    """Attention's metadata of a step with three requests that are the same one: a decode, and two prefills that are
-    gathered one after the other."""
-    one, other = metadata(layer, decodes=True), metadata(layer, decodes=False)
-    swa, prefill = one[layer.swa_cache_layer.prefix], other[layer.swa_cache_layer.prefix]
+    """Attention's metadata of a step with three requests that are the same one: a decode, and two prefills."""
+    one = metadata(layer, decodes=True)
+    swa, prefill = (of[layer.swa_cache_layer.prefix] for of in (one, metadata(layer, decodes=False)))
     counts = torch.tensor([DECODES, TOKENS, TOKENS], device="cpu")
     starts = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), counts.cumsum(0)]).int()
     swa.query_start_loc, swa.query_start_loc_cpu = starts.to(torch.get_default_device()), starts
     swa.num_prefills, swa.num_prefill_tokens = 2, 2 * TOKENS
     swa.block_table = torch.cat([torch.full_like(swa.block_table, -1), *[swa.block_table] * 2])  # decode names slots
-    for name in ("prefill_seq_lens", "prefill_seq_lens_cpu", "prefill_gather_lens"):
+    for name in ("prefill_seq_lens", "prefill_seq_lens_cpu"):
         setattr(swa, name, getattr(prefill, name).repeat(2))
-    (plan,) = prefill.get_prefill_chunk_plan(layer.compress_ratio, 4)
-    swa.get_prefill_chunk_plan = lambda compress_ratio, prefill_chunk_size: [plan, (1, 2, *plan[2:])]
     if layer.compress_ratio > 1:
-        own, of_prefill = one[layer.prefix], other[layer.prefix]
-        own.block_table = own.block_table.expand(3, -1)
-        if layer.compress_ratio == 128:
-            own.c128a_prefill_topk_indices = of_prefill.c128a_prefill_topk_indices.repeat(2, 1)
+        one[layer.prefix].block_table = one[layer.prefix].block_table.expand(3, -1)
     return one

@@ -133,15 +133,13 @@ def real(found: dict[str, Any], layer: Any) -> dict[str, Any]:
             return [convert(item) for item in value]
         if not isinstance(value, SimpleNamespace):
             return value
-        values = {name: convert(held) for name, held in vars(value).items() if name != "get_prefill_chunk_plan"}
+        values = {name: convert(held) for name, held in vars(value).items()}
         kind = kinds[frozenset(values)]
         needed = {f.name: None for f in dataclasses.fields(kind) if f.default is f.default_factory}
         return kind(**(needed | {name: held for name, held in values.items() if held is not None}))
 
     made = {prefix: convert(value) for prefix, value in found.items()}
     swa = made[layer.swa_cache_layer.prefix]
-    swa.prefill_query_lens_cpu, swa.prefill_window_size = swa.prefill_seq_lens_cpu, layer.window_size
-    swa.prefill_max_model_len, swa.prefill_max_num_batched_tokens = MAX_LEN, MAX_TOKENS
     if layer.indexer is not None:
         of_indexer = made[layer.indexer.k_cache.prefix]
         of_indexer.max_seq_len, of_indexer.num_decodes = 1 << 20, swa.num_decodes

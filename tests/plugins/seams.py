@@ -57,11 +57,6 @@ SIGNATURES: dict[str, dict[str, dict[str, str]]] = {
             "PrefillRowShard.narrow": "self, chunk",
             "PrefillRowShard.exchange_topk": "self, topk_buffer, width",
         },
-        "vllm/v1/attention/backends/mla/sparse_swa.py": {
-            "DeepseekSparseSWAMetadata.get_prefill_chunk_plan": (
-                "self, compress_ratio, prefill_chunk_size, has_compressed=None"
-            ),
-        },
     },
     "sglang": {
         "sglang/srt/models/deepseek_v4.py": {"MqaAttentionBase._kernel_num_heads": "self, num_tokens"},
@@ -124,13 +119,13 @@ FIELDS: dict[str, dict[str, dict[str, set[str]]]] = {
                 "block_table", "slot_mapping", "block_size", "query_start_loc", "query_start_loc_cpu", "is_valid_token",
                 "token_to_req_indices", "decode_swa_indices", "decode_swa_lens", "num_decodes", "num_prefills",
                 "num_decode_tokens", "num_prefill_tokens", "prefill_seq_lens", "prefill_seq_lens_cpu",
-                "prefill_gather_lens", "prefill_left_visible", "prefill_right_visible",
+                "prefill_left_visible", "prefill_right_visible",
             },
         },
         "vllm/models/deepseek_v4/sparse_mla.py": {
             "DeepseekV4FlashMLAMetadata": {
                 "block_table", "block_size", "slot_mapping", "c128a_global_decode_topk_indices",
-                "c128a_decode_topk_lens", "c128a_prefill_topk_indices",
+                "c128a_decode_topk_lens",
             },
         },
         COMPRESSOR: {
@@ -176,8 +171,8 @@ ATTRIBUTES: dict[str, dict[str, dict[str, set[str]]]] = {
         ATTENTION: {
             "DeepseekV4Attention": {
                 "n_local_heads", "padded_heads", "n_local_groups", "q_lora_rank", "o_lora_rank", "head_dim", "eps",
-                "scale", "window_size", "max_image_tokens", "compress_ratio", "attn_sink", "q_norm", "kv_norm", "wo_a",
-                "wo_b", "rotary_emb", "topk_indices_buffer", "indexer", "compressor", "swa_cache_layer", "kv_cache",
+                "scale", "window_size", "compress_ratio", "attn_sink", "q_norm", "kv_norm", "wo_a", "wo_b",
+                "rotary_emb", "topk_indices_buffer", "indexer", "compressor", "swa_cache_layer", "kv_cache",
                 "max_num_batched_tokens", "max_model_len",
             },
             "DeepseekV4Indexer": {"use_fp4_kv", "softmax_scale", "n_head", "compressor"},

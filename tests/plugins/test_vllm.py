@@ -103,7 +103,7 @@ def test_both_forms_of_prefill_and_decode_agree(ratio: int, step: type[Step], mo
 
     gathered, paged = torch.full((2, TOKENS, HEADS, 512), torch.nan, dtype=torch.bfloat16)
     layer.forward_mqa(q, None, positions, gathered)
-    monkeypatch.setattr(plugin.Prefill, "_reads_pages", lambda self, q, swa_metadata: True)
+    monkeypatch.setattr(plugin, "sparse_mla_prefill_paged_form", lambda *step, **more: "paged")
     layer.forward_mqa(q, None, positions, paged)
     torch.testing.assert_close(gathered, paged, atol=0.01, rtol=0.02)
 
@@ -122,9 +122,13 @@ def test_both_forms_of_prefill_and_decode_agree(ratio: int, step: type[Step], mo
     both = torch.full((DECODES + 2 * TOKENS, HEADS, 512), torch.nan, dtype=torch.bfloat16)
     layer.forward_mqa(torch.cat([q[last], q, q]), None, positions[last].new_zeros(both.shape[0]), both)
     torch.testing.assert_close(both, torch.cat([decoded, paged, paged]), atol=0.01, rtol=0.02)
-    monkeypatch.setattr(plugin.Prefill, "_reads_pages", lambda self, q, swa_metadata: False)
+    monkeypatch.setattr(plugin, "sparse_mla_prefill_paged_form", lambda *step, **more: "gathered")
     layer.forward_mqa(torch.cat([q[last], q, q]), None, positions[last].new_zeros(both.shape[0]), both)
     torch.testing.assert_close(both, torch.cat([decoded, gathered, gathered]), atol=0.01, rtol=0.02)
+    monkeypatch.setattr(plugin.GatherMemory, "_gather_bytes", lambda self: 0)  # one request at a time
+    alone = torch.full_like(both, torch.nan)
+    layer.forward_mqa(torch.cat([q[last], q, q]), None, positions[last].new_zeros(both.shape[0]), alone)
+    torch.testing.assert_close(alone, both, atol=0.01, rtol=0.02)
 
     if q.is_cuda:
         step.metadata = metadata(layer, decodes=True)
@@ -152,11 +156,40 @@ def test_a_dummy_run_reserves_what_the_engines_does(ratio: int, step: type[Step]
         assert step.reserved == fake_vllm.nbytes(layer.indexer.indexer_op.gathered())
 
 
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_as_many_prefills_are_gathered_together_as_there_is_memory_for(ratio: int) -> None:
+    layer = make_layer(ratio)
+    rows = [100, 3, 90, 7, 11, 60, 5, 64, 30, 1, 80, 25, *[1] * 60]
+    lengths = [min(7 * n, MAX_LEN) for n in rows]
+    starts = torch.tensor([0, 2, *rows]).cumsum(0)  # a decode of two rows is ahead of them
+    swa = SimpleNamespace(num_decodes=1, query_start_loc_cpu=starts, prefill_seq_lens_cpu=torch.tensor(lengths))
+    page = fake_vllm.PAGE_TOKENS // ratio if ratio > 1 else None
+    columns = TOP_K if ratio == 4 else None
+
+    def bytes_of(first: int, end: int) -> int:
+        """bf16 rows of windows, and of whole pages of the longest request's entries; lists of them, and lengths."""
+        entries = -(-(max(lengths[first:end]) // ratio) // page) * page if page else 0
+        tokens, width = sum(rows[first:end]), 128 + (entries if columns is None else columns)
+        return (tokens + (end - first) * (127 + entries)) * 1024 + tokens * (-(-width // 4) * 4 + 1) * 4
+
+    most, first, ends = fake_vllm.nbytes(layer.gathered()), 0, []
+    for found_rows, count, entries in layer._chunks(swa, page, columns):
+        end = first + count
+        assert found_rows == sum(rows[first:end])
+        assert entries == (-(-(max(lengths[first:end]) // ratio) // page) * page if page else 0)
+        assert bytes_of(first, end) <= most
+        assert end == len(rows) or bytes_of(first, end + 1) > most
+        ends.append(end)
+        first = end
+    assert ends[-1] == len(rows)
+    assert len(ends) > 1
+
+
 def test_decode_splits_rows_in_the_engines_memory(step: type[Step], monkeypatch: pytest.MonkeyPatch) -> None:
     """If it is large enough: else the op allocates."""
     layer = make_layer(128)
     q, indices = torch.zeros(3, HEADS, 512), torch.zeros(3, 1, 192)
-    reserved = fake_vllm.nbytes(layer.gathered()[:1])
+    reserved = fake_vllm.nbytes(layer.gathered())
     for needed, found in ((0, None), (4096, reserved), (reserved, reserved), (reserved + 1, None)):
         sizes = {(3, 1, HEADS, 192, 0): needed}
         monkeypatch.setattr(plugin, "sparse_mla_decode_workspace_size", lambda *shape, sizes=sizes, **_: sizes[shape])

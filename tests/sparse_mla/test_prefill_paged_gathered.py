@@ -33,6 +33,12 @@ SMS = 132
 BYTES = (5 + 2 * (8 - 1 + 18)) * 1024 + 5 * (7 + 8 + 1) * 4 + 5 * 4
 """Of `arguments()`: 5 rows of 2 requests, a window of 8, 18 entries; lists of 7 and 8 columns, to multiples of 4."""
 
+PLAIN = {"swa_cache": torch.zeros(5, 64, 512, dtype=BF16), "kv_format": formats.PLAIN_BF16.id}
+PLAIN_ENTRIES = {
+    "compressed_cache": torch.zeros(7, 2, 512, dtype=BF16),
+    "compressed_kv_format": formats.PLAIN_BF16.id,
+}
+
 Launches = list[tuple[Any, tuple[Any, ...]]]
 
 
@@ -178,7 +184,7 @@ def test_who_gathers_where_the_op_may_choose(launched: Launches, monkeypatch: py
         {"num_splits": 1},
         {"split_tokens": 128},
         {"window_size": 2**31 - 1},
-        {"swa_cache": torch.zeros(5, 64, 512, dtype=BF16), "kv_format": formats.PLAIN_BF16.id},
+        PLAIN,
     ]
     for changes in others:
         run(form="auto", **changes)
@@ -202,7 +208,7 @@ def test_who_gathers_where_the_op_may_choose(launched: Launches, monkeypatch: py
     ("changes", "why"),
     [
         (
-            {"swa_cache": torch.zeros(5, 64, 512, dtype=BF16), "kv_format": formats.PLAIN_BF16.id},
+            PLAIN,
             "form 'gathered' is supported with caches of fp8_ds_mla/1",
         ),
         ({"swa_cache": distant(2**22)}, "form 'gathered' is supported with caches of fp8_ds_mla/1"),
@@ -227,6 +233,8 @@ def public(**changes: Any) -> dict[str, Any]:
         ({"form": "both"}, "form", ValueError),
         ({"form": "gathered", "num_splits": 2}, "num_splits", ValueError),
         ({"form": "gathered", "split_tokens": 64}, "split_tokens", ValueError),
+        ({"form": "gathered", **PLAIN}, "kv_format", ValueError),
+        ({"form": "gathered", **PLAIN_ENTRIES}, "compressed_kv_format", ValueError),
         ({"workspace": torch.zeros(8, dtype=torch.bfloat16)}, "workspace", TypeError),
         ({"workspace": torch.zeros(8, 8)}, "workspace", ValueError),
         ({"workspace": torch.zeros(16)[::2]}, "workspace", ValueError),
