@@ -82,9 +82,10 @@ CHUNK_BYTES = 128
 SCALE_BLOCK = 128
 """Outputs that share a scale of b, and of an e4m3 result."""
 
-BAND_ROWS = 4096
+BAND_ROWS = 2048
 """Rows that the CTAs work on together: they pass all columns before the next rows, so b is read from memory once for so
-many rows."""
+many rows. More would not stay in L2, and a round of CTAs would take more different rows and columns (perf/log/gemm.md).
+"""
 
 REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
 """Of a thread of the producers' and of a consumer's warpgroup, by consumer warpgroups: in steps of 8, all 64 K of a
