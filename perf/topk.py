@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cute_kernels.indexer import ops as _registered  # noqa: F401
-from perf.bench import Arguments, Bench, Case, Run
+from perf.bench import Arguments, Bench, Case, Run, not_dependent
 from perf.grid import LENGTHS, draw, draw_rows, lengths, mark
 
 PICKS = (512, 1024)
@@ -69,7 +69,7 @@ def _make(op: str, rows: int, columns: int, k: int, is_slots: bool, kind: str, s
     out = torch.empty(rows, k, dtype=torch.int32, device="cuda")
     if op == "decode":
         slots = (_table(rows, columns), PAGE_ROWS) if is_slots else (None, 0)
-        return logits, ends[:, None], out, rows, k, *slots
+        return logits, ends[:, None], out, rows, k, *slots, True
     return logits, torch.zeros_like(ends), ends, out, rows, k
 
 
@@ -116,8 +116,8 @@ def same_picks(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> boo
 
 
 def _local(rest: Sequence[Any]) -> Sequence[Any]:
-    """A decode call's arguments behind its scores, without those of slots, which only our own op has."""
-    *local, table, _page_rows = rest
+    """A decode call's arguments behind its scores, without those of slots and use_pdl, which only our own op has."""
+    *local, table, _page_rows, _use_pdl = rest
     if table is not None:
         raise NotImplementedError("writes columns, no slots")
     return local
@@ -181,6 +181,7 @@ BENCHES = (
             "vllm-per-row": _vllm("top_k_per_row_decode"),
         },
         variants=partial(_variants, "decode"),
+        apart=not_dependent,
         peer_same=same_picks,
     ),
     Bench(

@@ -201,6 +201,7 @@ def run(
     limit: int | None = None,
     shifts: int = 0,
     slots: tuple[int, int, int, int] = LOCAL,
+    use_pdl: bool = True,
 ) -> None:
     """Launch on the current stream of out's device.
 
@@ -216,7 +217,7 @@ def run(
     # more rows make no difference
     key, *shares = choose(device_index, min(rows, MANY_ROWS), width_of(logits), k)
     bounds = starts, ends, (logits.shape[1] if limit is None else limit, shifts), slots
-    launch_key(key, device_index, *arguments(logits, bounds, out, rows, k, *shares))
+    launch_key(key, device_index, *arguments(logits, bounds, out, rows, k, *shares), use_pdl)
 
 
 def arguments(
@@ -228,7 +229,8 @@ def arguments(
     share: int,
     groups: int,
 ) -> tuple[Any, ...]:
-    """What the kernel's entry point takes. bounds: starts, ends, (limit, shifts), slots as `run` takes them."""
+    """What the kernel's entry point takes before use_pdl. bounds: starts, ends, (limit, shifts), slots as `run` takes
+    them."""
     columns = logits.shape[1]
     scores = logits.data_ptr(), logits.stride(0) * 4, columns
     early_lines = columns // 32 if rows * columns * 4 <= EARLY_BYTES else 0
@@ -249,7 +251,7 @@ def launch_with(
     """`run` with a kernel of the caller's choice, wide enough for the rows: for tests and benchmarks."""
     shares = share_for(key, k), groups_for(key, k)
     bounds = starts, ends, (logits.shape[1], 0), slots
-    launch_key(key, out.device.index, *arguments(logits, bounds, out, rows, k, *shares))
+    launch_key(key, out.device.index, *arguments(logits, bounds, out, rows, k, *shares), True)
 
 
 # ---- ops
@@ -287,6 +289,7 @@ def launch_decode(call: TopKDecodeCall) -> None:
         call.num_rows,
         call.k,
         slots=slots(call.slot_block_table, call.slot_rows_per_page),
+        use_pdl=call.use_pdl,
     )
 
 
@@ -321,7 +324,7 @@ def launch_all_visible(call: AllVisibleCall) -> None:
     starts, ends = decode_bounds(call.visible)
     numbers = *scores, *starts, *ends, k, 0, *slots(call.slot_block_table, call.slot_rows_per_page), rows, k
     key = HeldTopKKey(arch_of(call.out.device.index), *HELD[0][1][1])
-    launch_key(key, call.out.device.index, call.out, *numbers, 0, 1, 0)
+    launch_key(key, call.out.device.index, call.out, *numbers, 0, 1, 0, True)
 
 
 PREFILL = OpKernel(launch_prefill, why_not_prefill, deployment_keys)
