@@ -31,6 +31,11 @@ Same = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], bool]
 """(what a call wrote, what the reference wrote), both in the order of the schema's mutated arguments."""
 
 
+def not_dependent(args: Arguments) -> Arguments:
+    """Arguments without use_pdl, the last one."""
+    return (*args[:-1], False)
+
+
 def same_bytes(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
     """Whether all tensors agree bit for bit."""
     return len(got) == len(want) and all(_equal(g, w) for g, w in zip(got, want, strict=True))

@@ -16,7 +16,7 @@ from cute_kernels.linear.ops import bf16_linear, fp8_linear
 from cute_kernels.linear.verify_cases import FP32, PRODUCTS, ROUNDING
 from cute_kernels.models import MODELS, V41Shape
 from cute_kernels.runtime.ops import OPS
-from perf.bench import Arguments, Bench, Case, Run
+from perf.bench import Arguments, Bench, Case, Run, not_dependent
 from perf.grid import draw_rows, mark
 from perf.peers import Product, compile_products, deepgemm
 
@@ -113,11 +113,6 @@ def _mm() -> Run:
     return lambda a, b, out, *_: [torch.mm(a, b.t(), out_dtype=torch.float32)]
 
 
-def _not_dependent(args: Arguments) -> Arguments:
-    """Arguments without use_pdl, the last one."""
-    return (*args[:-1], False)
-
-
 def _near(share: float, rounding: float, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
     """Within what rounding explains of results whose terms are of random signs: their root mean square stands for the
     sum of magnitudes."""
@@ -129,7 +124,7 @@ def _near(share: float, rounding: float, got: Sequence[torch.Tensor], want: Sequ
 def _fp8_variants() -> Mapping[str, Run]:
     overload = OPS["fp8_gemm"].overload
     return {
-        "ours without use_pdl": lambda *args: overload(*_not_dependent(args)),
+        "ours without use_pdl": lambda *args: overload(*not_dependent(args)),
         "ours batch-invariant": lambda *args: overload(*args[:-2], True, args[-1]),
     }
 
@@ -137,7 +132,7 @@ def _fp8_variants() -> Mapping[str, Run]:
 def _bf16_variants() -> Mapping[str, Run]:
     overload = OPS["bf16_gemm"].overload
     return {
-        "ours without use_pdl": lambda *args: overload(*_not_dependent(args)),
+        "ours without use_pdl": lambda *args: overload(*not_dependent(args)),
         "ours batch-invariant": lambda *args: overload(*args[:-2], True, args[-1]),
     }
 
@@ -180,7 +175,7 @@ FP8 = Bench(
         "cublas": _cublas,
     },
     variants=_fp8_variants,
-    apart=_not_dependent,
+    apart=not_dependent,
     same=partial(_near, PRODUCTS, ROUNDING),
 )
 
@@ -211,7 +206,7 @@ def _near_squares(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> 
 
 def _squares_variants() -> Mapping[str, Run]:
     overload = OPS["fp8_gemm_squares"].overload
-    return {"ours without use_pdl": lambda *args: overload(*_not_dependent(args))}
+    return {"ours without use_pdl": lambda *args: overload(*not_dependent(args))}
 
 
 def _squares_cases(several: Sequence[int]) -> tuple[Case, ...]:
@@ -242,7 +237,7 @@ SQUARES = Bench(
         "cublas": partial(_product_alone, _cublas),
     },
     variants=_squares_variants,
-    apart=_not_dependent,
+    apart=not_dependent,
     same=_near_squares,
     peer_same=partial(_near, PRODUCTS, ROUNDING),
 )
@@ -270,7 +265,7 @@ BF16 = Bench(
     between=mark(_bf16_cases(draw_rows("bf16_gemm", BF16_TOKENS))),
     peers={"cublas": _mm},
     variants=_bf16_variants,
-    apart=_not_dependent,
+    apart=not_dependent,
     same=partial(_near, FP32, 0.0),
 )
 
@@ -296,7 +291,7 @@ def _two_launches(
 def _dual_variants() -> Mapping[str, Run]:
     overload = OPS["fp8_bf16_gemm"].overload
     return {
-        "ours without use_pdl": lambda *args: overload(*_not_dependent(args)),
+        "ours without use_pdl": lambda *args: overload(*not_dependent(args)),
         "ours in two launches": _two_launches,
     }
 
@@ -324,7 +319,7 @@ DUAL = Bench(
     between=mark(_dual_cases(draw_rows("fp8_bf16_gemm", DUAL_TOKENS))),
     peers={},
     variants=_dual_variants,
-    apart=_not_dependent,
+    apart=not_dependent,
     same=_near_both,
 )
 

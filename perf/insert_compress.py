@@ -15,7 +15,7 @@ from cute_kernels.formats import FP8_DS_MLA, INDEXER_FP8
 from cute_kernels.insert_compress.call import CompressCall, IndexCall
 from cute_kernels.runtime.ops import OPS
 from perf import compressor_c4, compressor_c128, indexer, qnorm
-from perf.bench import Arguments, Bench, Case, Run
+from perf.bench import Arguments, Bench, Case, Run, not_dependent
 from perf.grid import draw_rows, mark
 
 HEADS, INDEX_HEADS = 64, 64
@@ -85,6 +85,7 @@ BENCH = Bench(
     quick=(1, 64),
     between=mark(_cases(BETWEEN_ROWS)),
     variants=_variants,
+    apart=not_dependent,
     inputs=("q", "state_cache", "index_state_cache"),
     same=_same,
 )
@@ -135,6 +136,7 @@ COMPRESS_BENCH = Bench(
     between=mark(_compress_cases(BETWEEN_ROWS)),
     quick=(0, 3),
     variants=_compress_variants,
+    apart=not_dependent,
     inputs=("q", "state_cache"),
     same=_same,
 )

@@ -13,8 +13,9 @@ import torch
 from cute_kernels.formats import round_up
 from cute_kernels.output.ops import output_scale_shape
 from cute_kernels.runtime.ops import OPS
-from perf.bench import Arguments, Bench, Case, Run, close
+from perf.bench import Arguments, Bench, Case, Run, close, not_dependent
 from perf.grid import draw_rows, mark
+from perf.peers import without_dependent_launch
 
 OP = "fused_inv_rope_fp8_quant"
 TOKENS = (1, 64, 1024, 8192)
@@ -106,6 +107,10 @@ def _vllm_plain() -> Run:
     return run
 
 
+def _plain(loader: Callable[[], Run]) -> Run:
+    return without_dependent_launch(loader(), "vllm.models.deepseek_v4.common.ops.fused_inv_rope_fp8_quant")
+
+
 def _nearly_same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
     """The peer may fuse products and sums of the rotation: few bytes differ, and none by much."""
     codes = got[0].view(torch.uint8) != want[0].view(torch.uint8)
@@ -131,8 +136,9 @@ QUANTIZED = Bench(
     _cases(make, TOKENS),
     quick=(1, 1024),
     between=mark(_cases(make, BETWEEN_TOKENS)),
-    peers={"vllm-triton": _vllm},
+    peers={"vllm-triton": _vllm, "vllm-triton-plain": partial(_plain, _vllm)},
     variants=_variants,
+    apart=not_dependent,
     peer_same=_nearly_same,
 )
 
@@ -141,7 +147,8 @@ PLAIN = Bench(
     _cases(make_plain, TOKENS),
     quick=(1, 1024),
     between=mark(_cases(make_plain, BETWEEN_TOKENS)),
-    peers={"vllm-triton": _vllm_plain},
+    peers={"vllm-triton": _vllm_plain, "vllm-triton-plain": partial(_plain, _vllm_plain)},
+    apart=not_dependent,
     peer_same=close(rtol=2.0**-7, atol=2.0**-18),
 )
 

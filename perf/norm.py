@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,9 @@ from cute_kernels.linear.ops import activation_scale_shape
 from cute_kernels.linear.scales import BLOCK
 from cute_kernels.norm.ops import fused_mtp_input_rmsnorm, fused_q_kv_rmsnorm, mtp_shared_head_rmsnorm
 from cute_kernels.runtime.ops import OPS
-from perf.bench import Arguments, Bench, Case, Run, close
+from perf.bench import Arguments, Bench, Case, Run, close, not_dependent
 from perf.grid import draw_rows, mark
+from perf.peers import without_dependent_launch
 
 TOKENS = (1, 64, 1024, 8192)
 BETWEEN_TOKENS = draw_rows("norm", TOKENS)
@@ -88,6 +89,10 @@ def _vllm_q_kv() -> Run:
     return lambda qr, kv, q_weight, kv_weight, eps, *_: fused_q_kv_rmsnorm(qr, kv, q_weight, kv_weight, eps)
 
 
+def _vllm_q_kv_plain() -> Run:
+    return without_dependent_launch(_vllm_q_kv(), "vllm.models.common.ops.fused_qk_rmsnorm")
+
+
 def _vllm_mtp_input() -> Run:
     from vllm.models.deepseek_v4.common.ops.fused_mtp_input_rmsnorm import _FUSED_MTP_INPUT_RMSNORM_KERNEL as kernel
 
@@ -128,7 +133,13 @@ def _q_kv_variants() -> Mapping[str, Run]:
 
 
 def _bench(
-    op: str, make: Any, name: str, widths: tuple[int, ...], peer: Any, variants: Any, use_pdl: bool = False
+    op: str,
+    make: Any,
+    name: str,
+    widths: tuple[int, ...],
+    peers: Mapping[str, Callable[[], Run]],
+    variants: Any,
+    use_pdl: bool = False,
 ) -> Bench:
     cases = _cases(make, name, widths, use_pdl)
     between = mark(_cases(make, name, widths, use_pdl, BETWEEN_TOKENS))
@@ -137,8 +148,9 @@ def _bench(
         cases,
         quick=(1, 1024),
         between=between,
-        peers={"vllm-triton": peer},
+        peers=peers,
         variants=variants,
+        apart=not_dependent if use_pdl else None,
         same=ONE_ULP,
     )
 
@@ -216,9 +228,17 @@ Q_KV_QUANT = Bench(
 
 BENCHES = (
     Q_KV_QUANT,
-    _bench("fused_q_kv_rmsnorm", _make_q_kv, "q", Q_RANKS, _vllm_q_kv, _q_kv_variants, use_pdl=True),
+    _bench(
+        "fused_q_kv_rmsnorm",
+        _make_q_kv,
+        "q",
+        Q_RANKS,
+        {"vllm-triton": _vllm_q_kv, "vllm-triton-plain": _vllm_q_kv_plain},
+        _q_kv_variants,
+        use_pdl=True,
+    ),
     *(
-        _bench(op, make, "hidden", HIDDEN, peer, partial(_variants, op, allocating, False))
+        _bench(op, make, "hidden", HIDDEN, {"vllm-triton": peer}, partial(_variants, op, allocating, False))
         for op, make, peer, allocating in (
             ("fused_mtp_input_rmsnorm", _make_mtp_input, _vllm_mtp_input, _mtp_input),
             ("mtp_shared_head_rmsnorm", _make_shared_head, _vllm_shared_head, _shared_head),

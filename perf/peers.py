@@ -34,6 +34,7 @@ PACKAGES = {
     "vllm-classes": ("vllm", "triton", "nvidia-cutlass-dsl"),
     "vllm-streams": ("vllm", "triton", "nvidia-cutlass-dsl"),
     "vllm-triton": ("vllm", "triton"),
+    "vllm-triton-plain": ("vllm", "triton"),
     "vllm-cutedsl": ("vllm", "nvidia-cutlass-dsl"),
 }
 """Peer -> what its kernel depends on: module or distribution names, its own project first. A peer that is not named
@@ -82,6 +83,26 @@ def load_failure(name: str, error: Exception) -> str:
     if not _MISSING_ALLOWED.get():
         raise PeerMissing(f"the peer {name} {reason}") from error
     return reason
+
+
+def without_dependent_launch(run: Callable[..., T], module: str) -> Callable[..., T]:
+    """vLLM's function, which asks the platform whether to launch as a dependent, told no. module: where it asks."""
+    asked: Any = importlib.import_module(module)
+
+    class Platform:
+        def __getattr__(self, name: str) -> Any:
+            return (lambda: False) if name == "is_arch_support_pdl" else getattr(platform, name)
+
+    platform, plain = asked.current_platform, Platform()
+
+    def call(*args: Any) -> T:
+        asked.current_platform = plain
+        try:
+            return run(*args)
+        finally:
+            asked.current_platform = platform
+
+    return call
 
 
 def versions(peer: str) -> dict[str, str | None]:

@@ -103,7 +103,7 @@ class PickSet:
         if self.op == PREFILL:
             OPS["top_k_per_row_prefill"].overload(out, *self.args[5:7], picks, len(picks), self.k)
         else:
-            OPS["top_k_per_row_decode"].overload(out, self.args[4], picks, len(picks), self.k, None, 0)
+            OPS["top_k_per_row_decode"].overload(out, self.args[4], picks, len(picks), self.k, None, 0, True)
 
     def right(self, call: Call) -> bool:
         """Whether `call` writes the picks of the pair of ops; a peer, which returns something, nearly those."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cute_kernels.indexer import ops as _registered  # noqa: F401
-from perf.bench import Arguments, Bench, Case, Run
+from perf.bench import Arguments, Bench, Case, Run, not_dependent
 from perf.grid import LENGTHS, draw, draw_rows, lengths, mark
 
 PICKS = (512, 1024)
@@ -43,7 +43,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"warps": 32, "vectors": 4, "cluster": 8, "tiles": 8},
     {"warps": 16, "vectors": 8, "cluster": 8, "tiles": 8},
 )
-"""Fields of TopKKey. Those that are too small for a row, or hold it more than fourfold, are not run."""
+"""Arguments of topk_select.of_shape. Those that are too small for a row, or hold it more than fourfold, are not run."""
 
 WORKSPACE = 1 << 20
 """Bytes that vLLM's cooperative and persistent kernels get, as its layers do."""
@@ -69,7 +69,7 @@ def _make(op: str, rows: int, columns: int, k: int, is_slots: bool, kind: str, s
     out = torch.empty(rows, k, dtype=torch.int32, device="cuda")
     if op == "decode":
         slots = (_table(rows, columns), PAGE_ROWS) if is_slots else (None, 0)
-        return logits, ends[:, None], out, rows, k, *slots
+        return logits, ends[:, None], out, rows, k, *slots, True
     return logits, torch.zeros_like(ends), ends, out, rows, k
 
 
@@ -116,8 +116,8 @@ def same_picks(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> boo
 
 
 def _local(rest: Sequence[Any]) -> Sequence[Any]:
-    """A decode call's arguments behind its scores, without those of slots, which only our own op has."""
-    *local, table, _page_rows = rest
+    """A decode call's arguments behind its scores, without those of slots and use_pdl, which only our own op has."""
+    *local, table, _page_rows, _use_pdl = rest
     if table is not None:
         raise NotImplementedError("writes columns, no slots")
     return local
@@ -146,14 +146,13 @@ def _vllm(name: str) -> Callable[[], Run]:
 
 def _variants(op: str) -> dict[str, Run]:
     from cute_kernels.indexer import topk_select
-    from cute_kernels.indexer.topk import TopKKey
     from cute_kernels.runtime.arch import arch_of
 
     bounds_of = topk_select.decode_bounds if op == "decode" else topk_select.prefill_bounds
 
     def run(fields: dict[str, Any], logits: Any, *rest: Any) -> None:
         *bounds, out, rows, k = rest if op == "prefill" else _local(rest)
-        key = TopKKey(arch_of(0), **fields)
+        key = topk_select.of_shape(arch_of(0), **fields)
         if not logits.shape[1] <= key.capacity <= 4 * logits.shape[1]:
             raise NotImplementedError(f"holds rows of {key.capacity} columns")
         topk_select.launch_with(key, logits, *bounds_of(*bounds), out, rows, k)
@@ -182,6 +181,7 @@ BENCHES = (
             "vllm-per-row": _vllm("top_k_per_row_decode"),
         },
         variants=partial(_variants, "decode"),
+        apart=not_dependent,
         peer_same=same_picks,
     ),
     Bench(

@@ -179,6 +179,7 @@ class TopKDecodeCall(NamedTuple):
     k: int
     slot_block_table: torch.Tensor | None
     slot_rows_per_page: int
+    use_pdl: bool
 
 
 class AllVisibleCall(NamedTuple):

@@ -589,7 +589,7 @@ def _top_k_decode_kernel() -> OpKernel[TopKDecodeCall]:
 
 _top_k_decode = define_op(
     "top_k_per_row_decode(Tensor logits, Tensor seq_lens, Tensor(a!) out, SymInt num_rows, SymInt k, "
-    "Tensor? slot_block_table, SymInt slot_rows_per_page) -> ()",
+    "Tensor? slot_block_table, SymInt slot_rows_per_page, bool use_pdl) -> ()",
     TopKDecodeCall,
     check=_check_top_k_decode,
     reference=reference.top_k_per_row_decode,
@@ -610,6 +610,7 @@ def top_k_per_row_decode(
     *,
     slot_block_table: torch.Tensor | None = None,
     slot_rows_per_page: int = 0,
+    use_pdl: bool = True,
 ) -> None:
     """Pick the k largest scores among the first seq_lens columns of each row: `top_k_per_row_prefill` with starts at 0.
 
@@ -627,6 +628,7 @@ def top_k_per_row_decode(
                          >= 0 for it or int32 cannot name the slot. The picks are the same ones, in ascending order.
                          None: picks are written as columns
     slot_rows_per_page   rows of a page, with a table
+    use_pdl              launch as a dependent of the kernel before, which costs where that one lets nothing start early
 
     Raises ValueError or TypeError on arguments that do not fit.
     """
@@ -639,7 +641,7 @@ def top_k_per_row_decode(
     elif seq_lens.dim() != 2 or seq_lens.shape[1] != next_n:
         c.fail("seq_lens", f"one length per row, shape [B, next_n = {next_n}]", f"shape {list(seq_lens.shape)}")
     _check_top_k_strides("top_k_per_row_decode", logits, stride0, stride1)
-    _top_k_decode(TopKDecodeCall(logits, seq_lens, out, num_rows, k, slot_block_table, slot_rows_per_page))
+    _top_k_decode(TopKDecodeCall(logits, seq_lens, out, num_rows, k, slot_block_table, slot_rows_per_page, use_pdl))
 
 
 def _check_all_visible(call: AllVisibleCall) -> None:

@@ -310,7 +310,7 @@ def score_top_k_decode(call: ScoreTopKDecodeCall) -> None:
         if is_scored:
             paged_mqa_logits(part.scores(logits))
         slots = part.slot_block_table, part.slot_rows_per_page
-        picks = TopKDecodeCall(logits, part.context_lens, part.out, logits.shape[0], part.out.shape[1], *slots)
+        picks = TopKDecodeCall(logits, part.context_lens, part.out, logits.shape[0], part.out.shape[1], *slots, True)
         top_k_per_row_decode(picks)
 
 

@@ -966,7 +966,8 @@ class TopKKernel:
     or 0, their stride; address of the ends, strides of requests and of their tokens, tokens of a request; what no end
     exceeds, whether a row's first column is that of its start (-1) or not (0); address of the block table or 0, stride
     of its rows in bytes, its columns, rows of a page; rows, k, a warp's share of k, groups of a thread whose maxima
-    bound it, 128-byte lines of a row to fetch early; stream). row: how the picks of a row are found."""
+    bound it, 128-byte lines of a row to fetch early; whether to launch as a dependent of the kernel before; stream).
+    row: how the picks of a row are found."""
 
     def __init__(self, key: TopKKey, row: Any) -> None:
         self.config, self.row = key.config, row
@@ -1000,6 +1001,7 @@ class TopKKernel:
         share: Int32,
         groups: Int32,
         early_lines: Int32,
+        use_pdl: Boolean,
         stream: cuda.CUstream,
     ) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -1032,7 +1034,7 @@ class TopKKernel:
             block=[self.threads, 1, 1],
             cluster=[self.cluster, 1, 1],
             stream=stream,
-            use_pdl=self.has_dependency,
+            use_pdl=use_pdl if const_expr(self.has_dependency) else False,
             min_blocks_per_mp=self.resident,
             preferred_smem_carveout=100 if self.resident > 1 else None,
         )
@@ -1176,4 +1178,4 @@ class TopKKey(KernelKey):
         out = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64()))
         table = Int64(0), Int64(0), Int32(0), Int32(1)
         numbers = (*scores, *starts, *ends, *(Int32(1) for _ in range(3)), *table, *(Int32(1) for _ in range(5)))
-        return out, *numbers, make_fake_stream(use_tvm_ffi_env_stream=True)
+        return out, *numbers, Boolean(True), make_fake_stream(use_tvm_ffi_env_stream=True)

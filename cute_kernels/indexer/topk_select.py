@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.indexer.call import AllVisibleCall, TopKDecodeCall, TopKPrefillCall
 from cute_kernels.indexer.topk import CLUSTER_ARCHS, GROUPS, TopKKey
-from cute_kernels.indexer.topk_held import HeldTopKKey
+from cute_kernels.indexer.topk_held import AnyTopKKey, HeldTopKKey
 from cute_kernels.models import ModelConfig, has_indexer
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_of
 from cute_kernels.runtime.compile import launch as launch_key
@@ -100,16 +100,22 @@ MOST_CHOICES = 1024
 """Kernels that are remembered by rows, width and k."""
 
 
+def of_shape(arch: str, warps: int, vectors: int, cluster: int = 1, tiles: int = 1, is_spread: bool = False) -> TopKKey:
+    """The kernel of CTAs of that shape for rows that may be longer than those of HELD."""
+    kind = AnyTopKKey if cluster == 1 else TopKKey
+    return kind(arch, warps, vectors, cluster, tiles, is_spread)
+
+
 def keys_of(arch: str) -> list[TopKKey]:
     """All kernels of an architecture: those for which a CTA is enough, by capacity, then others."""
     has_clusters = arch in CLUSTER_ARCHS
     held = [HeldTopKKey(arch, *few, is_spread=True) for _, (few, _, _), _ in HELD if has_clusters]
     held += [HeldTopKKey(arch, *shape) for shape in dict.fromkeys(s for _, (_, *shapes), _ in HELD for s in shapes)]
-    spread = [TopKKey(arch, *shape, is_spread=True) for shape in SPREAD if has_clusters]
+    spread = [of_shape(arch, *shape, is_spread=True) for shape in SPREAD if has_clusters]
     chosen = [*(shape for *_, shape in CHOICES), LONG_LISTS] if has_clusters else []
-    keys = [TopKKey(arch, *shape) for shape in dict.fromkeys((*SHAPES, MANY, *chosen))]
+    keys = [of_shape(arch, *shape) for shape in dict.fromkeys((*SHAPES, MANY, *chosen))]
     fitting = [key for key in (*held, *spread, *keys) if key.smem_bytes <= SMEM_BYTES[arch]]
-    large, small = (TopKKey(arch, *shape) for shape in SHAPES[2:4])
+    large, small = (of_shape(arch, *shape) for shape in SHAPES[2:4])
     return [key for key in fitting if key != small or has_clusters or large not in fitting]
 
 
@@ -122,12 +128,13 @@ def key_for(arch: str, rows: int, width: int, k: int) -> TopKKey:
             return HeldTopKKey(arch, *shapes[0 if is_spread else 2 if is_many else 1], is_spread=is_spread)
     if has_clusters:
         for fewer, more, picks, shape in CHOICES:
-            key = TopKKey(arch, *shape)
+            key = of_shape(arch, *shape)
             if rows < fewer and more < width <= key.capacity and k <= picks:
                 return key
-        if k > PICKS and width <= TopKKey(arch, *LONG_LISTS).capacity:
-            return TopKKey(arch, *LONG_LISTS)
-    many = TopKKey(arch, *MANY)
+        lists = of_shape(arch, *LONG_LISTS)
+        if k > PICKS and width <= lists.capacity:
+            return lists
+    many = of_shape(arch, *MANY)
     if is_many and width <= many.capacity:
         return many
     keys = [key for key in keys_of(arch) if not isinstance(key, HeldTopKKey)]
@@ -194,6 +201,7 @@ def run(
     limit: int | None = None,
     shifts: int = 0,
     slots: tuple[int, int, int, int] = LOCAL,
+    use_pdl: bool = True,
 ) -> None:
     """Launch on the current stream of out's device.
 
@@ -209,7 +217,7 @@ def run(
     # more rows make no difference
     key, *shares = choose(device_index, min(rows, MANY_ROWS), width_of(logits), k)
     bounds = starts, ends, (logits.shape[1] if limit is None else limit, shifts), slots
-    launch_key(key, device_index, *arguments(logits, bounds, out, rows, k, *shares))
+    launch_key(key, device_index, *arguments(logits, bounds, out, rows, k, *shares), use_pdl)
 
 
 def arguments(
@@ -221,7 +229,8 @@ def arguments(
     share: int,
     groups: int,
 ) -> tuple[Any, ...]:
-    """What the kernel's entry point takes. bounds: starts, ends, (limit, shifts), slots as `run` takes them."""
+    """What the kernel's entry point takes before use_pdl. bounds: starts, ends, (limit, shifts), slots as `run` takes
+    them."""
     columns = logits.shape[1]
     scores = logits.data_ptr(), logits.stride(0) * 4, columns
     early_lines = columns // 32 if rows * columns * 4 <= EARLY_BYTES else 0
@@ -242,7 +251,7 @@ def launch_with(
     """`run` with a kernel of the caller's choice, wide enough for the rows: for tests and benchmarks."""
     shares = share_for(key, k), groups_for(key, k)
     bounds = starts, ends, (logits.shape[1], 0), slots
-    launch_key(key, out.device.index, *arguments(logits, bounds, out, rows, k, *shares))
+    launch_key(key, out.device.index, *arguments(logits, bounds, out, rows, k, *shares), True)
 
 
 # ---- ops
@@ -280,6 +289,7 @@ def launch_decode(call: TopKDecodeCall) -> None:
         call.num_rows,
         call.k,
         slots=slots(call.slot_block_table, call.slot_rows_per_page),
+        use_pdl=call.use_pdl,
     )
 
 
@@ -314,7 +324,7 @@ def launch_all_visible(call: AllVisibleCall) -> None:
     starts, ends = decode_bounds(call.visible)
     numbers = *scores, *starts, *ends, k, 0, *slots(call.slot_block_table, call.slot_rows_per_page), rows, k
     key = HeldTopKKey(arch_of(call.out.device.index), *HELD[0][1][1])
-    launch_key(key, call.out.device.index, call.out, *numbers, 0, 1, 0)
+    launch_key(key, call.out.device.index, call.out, *numbers, 0, 1, 0, True)
 
 
 PREFILL = OpKernel(launch_prefill, why_not_prefill, deployment_keys)

@@ -202,14 +202,14 @@ def all_visible() -> Iterator[Example]:
 
 
 def top_k_decode() -> Iterator[Example]:
-    """top_k_per_row_decode(logits, seq_lens, out, num_rows, k, slot_block_table, slot_rows_per_page)"""
+    """top_k_per_row_decode(logits, seq_lens, out, num_rows, k, slot_block_table, slot_rows_per_page, use_pdl)"""
     for rows, columns, k in _TOP_K:
         lengths = torch.tensor([columns, columns - 1, columns // 2, k + 1, 0, columns + 5, -7, 1]).int().view(4, 2)
         for page_rows in (0, 64, 3):
             table = _table(4, columns, page_rows) if page_rows else None
             results = _out(rows, k), rows, k
             name = _name(rows, columns, k) + f", pages of {page_rows}" * (page_rows > 0)
-            yield Example(name, (_scores(rows, columns), lengths, *results, table, page_rows))
+            yield Example(name, (_scores(rows, columns), lengths, *results, table, page_rows, page_rows != 3))
 
 
 def picked_keys() -> Iterator[Example]:

@@ -163,7 +163,7 @@ def test_opcheck_and_compile() -> None:
     check_op("top_k_per_row_prefill", logits, starts, ends, out, 6, 20)
     table = torch.arange(30, dtype=INT).view(3, 10)
     for slots in ((None, 0), (table, 4)):
-        check_op("top_k_per_row_decode", logits, ends.view(3, 2), out, 5, 20, *slots)
+        check_op("top_k_per_row_decode", logits, ends.view(3, 2), out, 5, 20, *slots, True)
         check_op("all_visible_entries", ends.view(3, 2), out, *slots)
 
     def f(logits: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,7 @@ from cute_kernels.models import MODELS
 NAMES = (
     "out", "scores", "scores_stride", "columns", "starts", "starts_stride", "ends", "ends_request", "ends_token",
     "tokens", "limit", "shifts", "table", "table_stride", "table_columns", "page_rows", "rows", "k", "share", "groups",
-    "early_lines",
+    "early_lines", "use_pdl",
 )  # fmt: skip
 INT = torch.int32
 
@@ -68,25 +68,26 @@ def test_prefill(gpu: Launches) -> None:
 
 def test_decode(gpu: Launches) -> None:
     logits, lengths, out = torch.zeros(6, 100), torch.zeros(3, 5, dtype=INT)[:, 1:3], torch.zeros(6, 9, dtype=INT)
-    assert topk_select.why_not_decode(TopKDecodeCall(logits, lengths, out, 5, 7, None, 0)) == ""
-    topk_select.launch_decode(TopKDecodeCall(logits, lengths, out, 5, 7, None, 0))
+    assert topk_select.why_not_decode(TopKDecodeCall(logits, lengths, out, 5, 7, None, 0, False)) == ""
+    topk_select.launch_decode(TopKDecodeCall(logits, lengths, out, 5, 7, None, 0, False))
     _, given = gpu.last()
     assert given["table"] == 0
     assert (given["starts"], given["starts_stride"]) == (0, 0)
     assert given["ends"] == lengths.data_ptr()
     assert (given["ends_request"], given["ends_token"], given["tokens"]) == (20, 4, 2)
     assert (given["rows"], given["k"], given["share"], given["groups"]) == (5, 7, 1, 1)
+    assert not given["use_pdl"]
 
 
 def test_slots(gpu: Launches) -> None:
     logits, lengths, out = torch.zeros(6, 100), torch.zeros(3, 2, dtype=INT), torch.zeros(6, 9, dtype=INT)
     table = torch.zeros(3, 8, dtype=INT)[:, 1:7]
-    topk_select.launch_decode(TopKDecodeCall(logits, lengths, out, 5, 7, table, 64))
+    topk_select.launch_decode(TopKDecodeCall(logits, lengths, out, 5, 7, table, 64, True))
     _, given = gpu.last()
     assert (given["table"], given["table_stride"]) == (table.data_ptr(), 32)
-    assert (given["table_columns"], given["page_rows"]) == (6, 64)
+    assert (given["table_columns"], given["page_rows"], given["use_pdl"]) == (6, 64, True)
     # the address of a table without columns may be 0: it is a table none the less
-    topk_select.launch_decode(TopKDecodeCall(logits, lengths, out, 5, 7, torch.zeros(3, 0, dtype=INT), 64))
+    topk_select.launch_decode(TopKDecodeCall(logits, lengths, out, 5, 7, torch.zeros(3, 0, dtype=INT), 64, True))
     _, given = gpu.last()
     assert given["table"] != 0
     assert given["table_columns"] == 0
@@ -183,7 +184,7 @@ def test_rows_are_numbered_in_32_bits(gpu: Launches) -> None:
         out, lens = torch.zeros(1, 4, dtype=INT).expand(rows, 4), torch.zeros(1, 1, dtype=INT).expand(rows, 1)
         assert topk_select.why_not_all_visible(AllVisibleCall(lens, out, None, 0)) == why
         logits = torch.zeros(1, 8).expand(rows, 8)
-        assert topk_select.why_not_decode(TopKDecodeCall(logits, lens, out, rows, 4, None, 0)) == why
+        assert topk_select.why_not_decode(TopKDecodeCall(logits, lens, out, rows, 4, None, 0, True)) == why
         assert topk_select.why_not_prefill(TopKPrefillCall(logits, lens[:, 0], lens[:, 0], out, rows, 4)) == why
 
 
