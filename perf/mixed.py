@@ -11,6 +11,7 @@ import torch
 
 from cute_kernels.formats import FORMATS as FORMATS_BY_ID
 from cute_kernels.runtime.ops import OPS
+from cute_kernels.sparse_mla.converted import LEAST_HEADS
 from cute_kernels.sparse_mla.ops import sparse_mla_mixed
 from perf.grid import facts_between, of_rows
 from perf.measure import Call, compare, number_of_sets
@@ -19,6 +20,7 @@ from perf.prefill import BETWEEN_SHAPES, PORTABLE, SHAPES, PrefillSet, Shape, in
 OP = "sparse_mla_mixed"
 GATHERED = "ours gathered"
 OVER_BF16 = "ours over bf16 caches"
+DIRECT, CONVERTED = "ours direct", "ours converted"
 """Names of the other sides."""
 
 FORMATS = {"plain_bf16/1": "", "plain_fp8/1": "fp8 "}
@@ -71,6 +73,7 @@ class MixedSet:
             "kv_format": "plain_bf16/1",
             "out": gathered.given["out"],
             "lse": gathered.given["lse"],
+            "form": "auto",
         }
         stored = {
             name: over_bf16[name] if over_bf16[name] is None else over_bf16[name].to(dtype)
@@ -78,8 +81,8 @@ class MixedSet:
         }
         return cls(gathered, over_bf16, over_bf16 | stored | {"kv_format": kv_format})
 
-    def ours(self) -> None:
-        sparse_mla_mixed(**self.given)
+    def ours(self, form: str = "auto") -> None:
+        sparse_mla_mixed(**self.given | {"form": form})
 
     def ours_over_bf16(self) -> None:
         sparse_mla_mixed(**self.over_bf16)
@@ -92,16 +95,20 @@ class MixedSet:
         return self.gathered.right(call, ("out", "lse"))
 
 
-def _variants(is_fp8: bool) -> dict[str, Any]:
+def _variants(is_fp8: bool, heads: int) -> dict[str, Any]:
     found = {GATHERED: lambda s: s.gathered.ours(), PORTABLE: lambda s: portable("mixed_key", s.ours)}
-    return found | ({OVER_BF16: lambda s: s.ours_over_bf16()} if is_fp8 else {})
+    if is_fp8:
+        found[OVER_BF16] = lambda s: s.ours_over_bf16()
+    if is_fp8 and heads >= LEAST_HEADS:
+        found |= {DIRECT: lambda s: s.ours("direct"), CONVERTED: lambda s: s.ours("converted")}
+    return found
 
 
 def sweep(
     rows: tuple[int, ...] | None = None, peers: bool = False, variants: bool = False, replays: int = 21
 ) -> list[dict[str, Any]]:
     """Records of sparse_mla_mixed, all shapes or those with that many query rows, over caches of both formats; as
-    variants prefill, given rows, the portable kernel, and over e4m3 caches the same over bf16 ones."""
+    variants prefill, given rows, the portable kernel, and over e4m3 caches the same over bf16 ones and both forms."""
     chosen = of_rows((*SHAPES, *BETWEEN_SHAPES), rows)
     cost = OPS[OP].cost
     assert cost is not None
@@ -111,7 +118,7 @@ def sweep(
             first = MixedSet.make(shape, 0, kv_format)
             work = cost(*first.arguments())
             others = [MixedSet.make(shape, seed, kv_format) for seed in range(1, number_of_sets(work.bytes))]
-            candidates = _variants(bool(prefix)) if variants else {}
+            candidates = _variants(bool(prefix), shape.heads) if variants else {}
             facts: dict[str, Any] = {"case": prefix + shape.name, "T": shape.rows, "heads": shape.heads}
             facts = facts_between(facts) if shape in BETWEEN_SHAPES else facts
             records.append(compare(OP, facts, [first, *others], work, candidates, replays, products="bf16"))

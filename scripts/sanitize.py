@@ -166,6 +166,12 @@ ACCEPTED = (
         ("LDS, STS", "LDS.64, STS.64", "LDS.128, STS", "LDSM*, STS.128", "LDGSTS.E.BYPASS.128, LDSM*"),
         ONE_LANE + IN_ANY_ORDER,
     ),
+    Accepted(
+        "racecheck",
+        "sparse_mla_mixed_fp8_converted",
+        ("LDS, STS", "LDS.64, STS.64", "LDSM*, STS.128", "LDGSTS.E.BYPASS.128, LDSM*"),
+        ONE_LANE + IN_ANY_ORDER,
+    ),
     Accepted("racecheck", "sparse_mla_mixed_fp8_*", ("LDS.64, STS", "LDS.64, STS.64"), ONE_LANE + IN_ANY_ORDER),
     Accepted(
         "racecheck",

@@ -8,7 +8,7 @@ select.py              which kernel runs a call, and the keys of deployments: on
 launch.py              a call as its kernel's arguments, and whether kernels can take it
 kernel_args.py         arguments of the kernels, by name
 schedule.py            how many splits a row has; selection.py: which rows an index list names
-gathered.py            whether paged prefill gathers rows first
+gathered.py            whether paged prefill gathers rows first; converted.py: whether mixed converts them
 verify_cases.py        calls that the kernels are verified with
 
 params.py              what kernels share: query, caches, lists, output, logits, work tiles, running maxima
@@ -25,4 +25,5 @@ mma_sync/              sm_80 and up: decode.py, prefill.py (all three ops), oper
                        decode_small_heads.py: up to 16 heads, sm_90a, sm_100a, sm_103a
 combine.py             splits combined
 gather_paged.py        rows of paged caches and lists of them, for prefill.py
+convert_mixed.py       e4m3 rows of plain caches as f16, for prefill_mixed.py
 """

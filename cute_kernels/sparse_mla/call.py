@@ -11,13 +11,17 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
-from cute_kernels.sparse_mla import gathered, schedule
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_FP8
+from cute_kernels.sparse_mla import converted, gathered, schedule
 from cute_kernels.sparse_mla.arguments import MOST_NUMBERS, as_floats, list_tiles
 
 MOST_KEYS, MOST_COLUMNS, MOST_PAGE_BYTES = 2**29, 2**29, 2**31
 """Paged prefill's kernels but the portable one take calls with fewer than so many: entries and positions that a table
 has room for, of each cache; columns of a query row; bytes of a page."""
+
+
+MOST_CONVERTED_BYTES = 2**35
+"""Of rows that sparse_mla_mixed converts first: so far its kernel can name them."""
 
 
 class DecodeCall(NamedTuple):
@@ -300,11 +304,51 @@ class MixedCall(NamedTuple):
     kv_format: str
     out: torch.Tensor
     lse: torch.Tensor | None
+    workspace: torch.Tensor | None = None
+    form: str = "auto"
 
     @property
     def caches(self) -> dict[str, torch.Tensor]:
         """Those that are there, by name."""
         return _given(swa_kv_cache=self.swa_kv_cache, compressed_kv_cache=self.compressed_kv_cache)
+
+    @property
+    def pools(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both caches, the window's again if there is no other."""
+        window = self.swa_kv_cache
+        return window, window if self.compressed_kv_cache is None else self.compressed_kv_cache
+
+    @property
+    def cache_rows(self) -> int:
+        """Of the caches that are there, together."""
+        return sum(int(pool.shape[0] * pool.shape[1]) for pool in self.caches.values())
+
+    @property
+    def converted_bytes(self) -> int:
+        """Of what their rows are converted into."""
+        return self.cache_rows * converted.CONVERTED_ROW_BYTES
+
+    def converted_pools(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The workspace as `pools`, f16 with dense pages, one behind the other."""
+        assert self.workspace is not None
+        rows = self.workspace.view(torch.uint8)[: self.converted_bytes].view(torch.float16).view(-1, HEAD_DIM)
+        window = self.swa_kv_cache
+        first = rows[: window.shape[0] * window.shape[1]].view(window.shape)
+        if self.compressed_kv_cache is None:
+            return first, first
+        return first, rows[window.shape[0] * window.shape[1] :].view(self.compressed_kv_cache.shape)
+
+    def is_converted(self, arch: str, sms: int, most: int) -> bool:
+        """Whether rows are converted first, on a GPU with so many multiprocessors and into so many bytes at most, of
+        which a call that asks for it has enough."""
+        if self.form != "auto":
+            return self.form == "converted"
+        rows, heads, _ = self.query.shape
+        is_able = self.kv_format == PLAIN_FP8.id and arch in converted.CONVERT_ARCHS and heads >= converted.LEAST_HEADS
+        if not is_able or self.converted_bytes > min(most, MOST_CONVERTED_BYTES):
+            return False
+        tiles = schedule.num_tiles(self.sparse_indices.shape[1])
+        return converted.is_converted_faster(self.cache_rows, rows, heads, tiles, sms)
 
 
 class MergeCall(NamedTuple):

@@ -419,9 +419,10 @@ class MixedArgs(NamedTuple):
         return PrefillOutput.of(self.out, None, self.lse, scale=self.scale, policy=policy)
 
 
-def fake_mixed(dtype: Any) -> MixedArgs:
-    """dtype   of queries and caches"""
-    tensors = (fake_rows(dtype), fake_cache(dtype), fake_cache(dtype), fake_table(), fake_rows(), fake_logs(2))
+def fake_mixed(dtype: Any, row_dtype: Any = None) -> MixedArgs:
+    """dtype   of queries; row_dtype: of caches, if it is another"""
+    caches = [fake_cache(row_dtype or dtype) for _ in range(2)]
+    tensors = (fake_rows(dtype), *caches, fake_table(), fake_rows(), fake_logs(2))
     scalars = (Int64(0), Int64(0), Int64(0), Int32(0), Int32(1), Int64(0), Float32(0), Float32(0), Int32(1))
     return MixedArgs._make((*tensors, *scalars, fake_stream()))
 

@@ -8,13 +8,20 @@ from __future__ import annotations
 from typing import Any
 
 from cute_kernels.dsl import ptx
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_FP8
 from cute_kernels.runtime.arch import grid_size, multiprocessors
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
-from cute_kernels.sparse_mla import arguments, combine, schedule, select
+from cute_kernels.sparse_mla import arguments, combine, converted, schedule, select
 from cute_kernels.sparse_mla.arguments import MOST_NUMBERS, misaligned, no_logs
-from cute_kernels.sparse_mla.call import DecodeCall, MergeCall, MixedCall, PagedCall, PrefillCall
+from cute_kernels.sparse_mla.call import (
+    MOST_CONVERTED_BYTES,
+    DecodeCall,
+    MergeCall,
+    MixedCall,
+    PagedCall,
+    PrefillCall,
+)
 from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
 from cute_kernels.sparse_mla.params import COUNT_BITS, LEAST_SCALE, UNIT
 
@@ -377,19 +384,42 @@ def why_not_mixed(call: MixedCall) -> str:
         size = ((pages - 1) * pool.stride(0) + rows * HEAD_DIM) * pool.element_size() if pages else 0
         if size > MOST_POOL_BYTES:
             why = why or f"{name}: expected at most {MOST_POOL_BYTES} bytes from the first row on, got {size}"
-    return why
+    return why or (_why_not_converted(call) if call.form == "converted" else "")
+
+
+def _why_not_converted(call: MixedCall) -> str:
+    """Why the rows of a call that asks for it cannot be converted first, or nothing."""
+    arch, heads = select.arch_of(call.query.device.index), call.query.shape[1]
+    if call.kv_format != PLAIN_FP8.id:
+        return f"form 'converted' is supported with caches of {PLAIN_FP8.id}, got {call.kv_format}"
+    if arch != select.HOPPER:
+        return f"form 'converted' is supported on {select.HOPPER}, got {arch}"
+    if heads < converted.LEAST_HEADS:
+        return f"form 'converted' is supported for {converted.LEAST_HEADS} heads of query and more, got {heads}"
+    if call.converted_bytes > MOST_CONVERTED_BYTES:
+        return f"form 'converted': expected at most {MOST_CONVERTED_BYTES} bytes of rows, got {call.converted_bytes}"
+    if call.workspace is not None and call.workspace.data_ptr() % 16:
+        return f"workspace must be 16-byte aligned, got address {call.workspace.data_ptr():#x}"
+    return ""
 
 
 def launch_mixed(call: MixedCall) -> None:
     if call.out.numel() == 0:
         return
     device_index = call.query.device.index
+    pools = call.pools
+    is_converted = select.is_converted(call)
+    if is_converted:
+        pools = call.converted_pools()
+        # nothing is launched without CTAs
+        if call.cache_rows:
+            is_other = int(call.compressed_kv_cache is not None)
+            launch_key(select.of_convert_mixed(call), device_index, *call.pools, *pools, is_other)
     launch_key(
-        select.of_mixed(call),
+        select.of_mixed(call, is_converted),
         device_index,
         call.query,
-        call.swa_kv_cache,
-        call.swa_kv_cache if call.compressed_kv_cache is None else call.compressed_kv_cache,
+        *pools,
         call.sparse_indices,
         call.out,
         no_logs(2, device_index) if call.lse is None else call.lse,

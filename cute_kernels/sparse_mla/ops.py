@@ -20,7 +20,7 @@ from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
-from cute_kernels.sparse_mla import arguments, gathered, reference, schedule
+from cute_kernels.sparse_mla import arguments, converted, gathered, reference, schedule
 from cute_kernels.sparse_mla.call import DecodeCall, MergeCall, MixedCall, PagedCall, PrefillCall
 from cute_kernels.sparse_mla.selection import (
     decode_selections,
@@ -34,6 +34,7 @@ __all__ = [
     "sparse_mla_decode",
     "sparse_mla_decode_workspace_size",
     "sparse_mla_mixed",
+    "sparse_mla_mixed_workspace_size",
     "sparse_mla_prefill",
     "sparse_mla_prefill_paged",
     "sparse_mla_prefill_paged_form",
@@ -521,7 +522,7 @@ def sparse_mla_prefill_paged_form(
 
 
 MOST_ALLOCATED = 1 << 27
-"""Bytes of workspace that `sparse_mla_prefill_paged` allocates where it may as well do without."""
+"""Bytes of workspace that the function users call allocates where the op may as well do without."""
 
 
 def _allocate_gathered(call: PagedCall) -> torch.Tensor | None:
@@ -654,6 +655,10 @@ def sparse_mla_prefill_paged(
 
 # ---- mixed
 
+MIXED_FORMS = ("auto", "converted", "direct")
+"""How rows of e4m3 caches become what tensor cores multiply: all of them first, or each for every query row; as is
+faster."""
+
 
 def _check_mixed(call: MixedCall) -> None:
     c = Checker("sparse_mla_mixed")
@@ -675,6 +680,12 @@ def _check_mixed(call: MixedCall) -> None:
     arguments.check_sink(c, "sinks", call.sinks)
     c.tensor("out", call.out, torch.bfloat16, ("sum_q", "h", formats.HEAD_DIM))
     arguments.check_logs(c, "lse", call.lse, ("sum_q", "h"))
+    c.tensor("workspace", call.workspace, (torch.uint8, torch.float32), (None,), optional=True, contiguous=True)
+    c.require(call.form in MIXED_FORMS, "form", f"one of {MIXED_FORMS}", call.form)
+    if call.form == "converted" and call.query.device.type == "cuda":
+        needed, have = call.converted_bytes, nbytes(call.workspace)
+        expected = f"at least {needed} bytes (sparse_mla_mixed_workspace_size)"
+        c.require(have >= needed, "workspace", expected, have)
 
 
 def _cost_mixed(call: MixedCall) -> Cost:
@@ -694,7 +705,8 @@ def _mixed_kernel() -> OpKernel[MixedCall]:
 _mixed = define_op(
     "sparse_mla_mixed(Tensor query, Tensor swa_kv_cache, Tensor sparse_indices, Tensor? compressed_kv_cache, "
     "Tensor sparse_topk_lens, Tensor seq_lens, Tensor cum_seq_lens_q, float bmm1_scale, float bmm2_scale, "
-    "Tensor? sinks, SymInt window_size, str kv_format, Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    "Tensor? sinks, SymInt window_size, str kv_format, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, "
+    "str form) -> ()",
     MixedCall,
     check=_check_mixed,
     reference=reference.sparse_mla_mixed,
@@ -702,6 +714,22 @@ _mixed = define_op(
     kernel=_mixed_kernel,
     validate=_validate_mixed,
 )
+
+
+def sparse_mla_mixed_workspace_size(swa_rows: int, compressed_rows: int = 0) -> int:
+    """Bytes of workspace for `sparse_mla_mixed` over caches with at most so many rows, those of all pages."""
+    return (swa_rows + compressed_rows) * converted.CONVERTED_ROW_BYTES
+
+
+def _allocate_converted(call: MixedCall) -> torch.Tensor | None:
+    """Workspace for a call whose rows are converted first, or None. Its arguments need not be checked."""
+    matrices = [*call.caches.values(), call.sparse_indices]
+    if call.query.device.type != "cuda" or not all(isinstance(x, torch.Tensor) and x.dim() >= 2 for x in matrices):
+        return None
+    device_index = call.query.get_device()
+    if not call.is_converted(arch_of(device_index), multiprocessors(device_index), MOST_ALLOCATED):
+        return None
+    return torch.empty(call.converted_bytes, dtype=torch.uint8, device=call.query.device)
 
 
 def sparse_mla_mixed(
@@ -721,6 +749,8 @@ def sparse_mla_mixed(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     return_lse: bool = True,
+    workspace: torch.Tensor | None = None,
+    form: str = "auto",
 ) -> tuple[torch.Tensor, Any]:
     """Attention of each query row to slots of a window cache and of a compressed cache, both plain.
 
@@ -747,6 +777,11 @@ def sparse_mla_mixed(
     out                   bf16 [sum_q, H, 512], any strides with a dense last dimension; mutated
     lse                   fp32 [sum_q, H], any strides; mutated
     return_lse            False: lse is written only if it is given
+    workspace             uint8 or fp32 [any], where rows are converted (`sparse_mla_mixed_workspace_size`); None: what
+                          is needed is allocated, with form "auto" up to 128 MiB
+    form                  "converted": rows of e4m3 caches are made f16 first, all of them once, with the same bits; on
+                          a GPU for more than 32 heads, on Hopper. "direct": each for every query row that has it.
+                          "auto": as is faster by the shapes of the call, if there is room
 
     Returns (out, lse), or (out, None) if nobody asks for lse, the natural logarithm, sink not included. A row that
     attends to nothing has out = 0 and lse = +inf. Raises ValueError or TypeError on arguments that do not fit.
@@ -759,24 +794,27 @@ def sparse_mla_mixed(
         out = torch.empty(query.shape, dtype=torch.bfloat16, device=query.device)
     if lse is None and return_lse:
         lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
-    _mixed(
-        MixedCall(
-            query,
-            swa_kv_cache,
-            sparse_indices,
-            compressed_kv_cache,
-            sparse_topk_lens,
-            seq_lens,
-            cum_seq_lens_q,
-            bmm1_scale,
-            bmm2_scale,
-            sinks,
-            window_size,
-            kv_format,
-            out,
-            lse,
-        )
+    call = MixedCall(
+        query,
+        swa_kv_cache,
+        sparse_indices,
+        compressed_kv_cache,
+        sparse_topk_lens,
+        seq_lens,
+        cum_seq_lens_q,
+        bmm1_scale,
+        bmm2_scale,
+        sinks,
+        window_size,
+        kv_format,
+        out,
+        lse,
+        workspace,
+        form,
     )
+    if workspace is None:
+        call = call._replace(workspace=_allocate_converted(call))
+    _mixed(call)
     return out, lse
 
 

@@ -24,7 +24,8 @@
              mma_sync/prefill                 all               all            all           where no other does
     mixed    hopper/prefill_swap_ab           sm_90a            1 to 16        plain_bf16
              hopper/prefill_mixed_swap_ab     sm_90a            1 to 32        plain_fp8
-             hopper/prefill_mixed             sm_90a            all others     both
+             hopper/prefill_mixed             sm_90a            all others     both         e4m3 rows as they are or
+                                                                                             converted first
              blackwell/prefill_mixed          sm_100a, sm_103a  all            both          gathered, trusted
              mma_sync/prefill                 all               all            both          where no other does
 
@@ -33,7 +34,8 @@ or, in decode, split; other kernels of decode take none. Gathered, mapped: what 
 (`ungathered`, `unmapped`); trusted: runtime.trust; countable: `PagedCall.is_countable`. Results as codes and raw
 queries (q_norm, not for 16 heads or fewer) are variants of hopper/'s kernels and of mma_sync/decode_small_heads on
 sm_90a, with fp8_ds_mla caches, or in decode V4.1's, where there are formats. Paged calls whose rows are gathered first
-(`is_gathered`) are gather_paged's, and then prefill's.
+(`is_gathered`) are gather_paged's, and then prefill's; mixed ones whose rows are converted first (`is_converted`) are
+convert_mixed's, and then prefill_mixed's.
 
 Up to 16 heads: where the op chooses the split (`num_splits` and `split_tokens` are 0), rows choose the kernel, as they
 choose the split: few ones are Hopper's decode's, which splits them, more are decode_swap_ab's, by two CTAs or one
@@ -65,11 +67,13 @@ from cute_kernels.sparse_mla.blackwell.prefill_2cta import BlackwellPairPrefillK
 from cute_kernels.sparse_mla.blackwell.prefill_mixed import BlackwellMixedFp8Key, BlackwellMixedKey
 from cute_kernels.sparse_mla.blackwell.prefill_paged import BlackwellPagedKey
 from cute_kernels.sparse_mla.call import DecodeCall, MixedCall, PagedCall, PrefillCall
+from cute_kernels.sparse_mla.convert_mixed import ConvertMixedKey
+from cute_kernels.sparse_mla.converted import LEAST_HEADS
 from cute_kernels.sparse_mla.gather_paged import GatherPagedKey
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
-from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
+from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8ConvertedKey, MixedFp8Key, MixedKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed_swap_ab import SwapAbMixedFp8Key
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
@@ -480,13 +484,28 @@ def mixed_key(arch: str, heads: int, kv_format: str, may_own: bool = True) -> Ke
     return PortableMixedKey(arch, group_heads(heads), kv_format)
 
 
-def of_mixed(call: MixedCall) -> KernelKey:
-    """The kernel of a call."""
+def of_mixed(call: MixedCall, is_converted: bool = False) -> KernelKey:
+    """The kernel of a call; is_converted: over rows that have been converted."""
     index = call.query.device.index
+    if is_converted:
+        return MixedFp8ConvertedKey(arch_of(index))
     arch = arch_of(index)
     own = BlackwellMixedFp8Key if call.kv_format == PLAIN_FP8.id else BlackwellMixedKey
     may_own = arch in BLACKWELL and is_own("sparse_mla_mixed", own, index, why_not_own_mixed(call))
     return mixed_key(arch, call.query.shape[1], call.kv_format, may_own)
+
+
+def is_converted(call: MixedCall) -> bool:
+    """Whether the rows of a call are converted into its workspace first."""
+    memory, index = call.workspace, call.query.device.index
+    if memory is None or memory.data_ptr() % 16 or arch_of(index) != HOPPER:
+        return False
+    return call.is_converted(HOPPER, multiprocessors(index), memory.nbytes)
+
+
+def of_convert_mixed(call: MixedCall) -> ConvertMixedKey:
+    """The kernel that converts the rows of a call."""
+    return ConvertMixedKey(arch_of(call.query.device.index))
 
 
 def why_not_own_mixed(call: MixedCall) -> str:
@@ -496,11 +515,14 @@ def why_not_own_mixed(call: MixedCall) -> str:
 
 
 def mixed_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
-    """One kernel for each format takes every call of a rank; on Blackwell the portable ones as well, for as long as its
-    own are not trusted."""
+    """One kernel for each format takes every call of a rank, and over e4m3 caches others those whose rows are converted
+    first; on Blackwell the portable ones as well, for as long as its own are not trusted."""
     heads = config.num_attention_heads // tp
     kinds = itertools.product((PLAIN_BF16.id, PLAIN_FP8.id), (True, False))
-    return list(dict.fromkeys(mixed_key(arch, heads, *kind) for kind in kinds))
+    keys = [mixed_key(arch, heads, *kind) for kind in kinds]
+    if arch == HOPPER and heads >= LEAST_HEADS:
+        keys += [ConvertMixedKey(arch), MixedFp8ConvertedKey(arch)]
+    return list(dict.fromkeys(keys))
 
 
 # ---- what Blackwell's own kernels take

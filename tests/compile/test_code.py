@@ -64,7 +64,7 @@ from cute_kernels.runtime.report import problems
 from cute_kernels.sparse_mla import combine
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
-from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
+from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8ConvertedKey, MixedFp8Key, MixedKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed_swap_ab import SwapAbMixedFp8Key
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey, QuantPagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
@@ -623,7 +623,7 @@ def hoppers_attention() -> Iterator[Row]:
     ):
         yield Row(DecodeKey(HOPPER, heads, second, *kind), 255, sass={IN_FLIGHT: 2})
     products = {r"\bwgmma\.mma_async\.": HEAD_DIM // 16 + 64 // 16 * 2}
-    for kind in (PrefillKey, MixedKey, MixedFp8Key, QuantPrefillKey, NormQuantPrefillKey):
+    for kind in (PrefillKey, MixedKey, MixedFp8Key, MixedFp8ConvertedKey, QuantPrefillKey, NormQuantPrefillKey):
         yield Row(kind(HOPPER), 255, products, {IN_FLIGHT: 2})
     for key in (PagedKey(HOPPER), QuantPagedKey(HOPPER), *(PagedClusterKey(HOPPER, ctas) for ctas in CLUSTERS)):
         yield Row(key, 255, products, {IN_FLIGHT: 3})

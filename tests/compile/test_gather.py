@@ -19,6 +19,7 @@ from cute_kernels.kv_cache.gather import (
     key_for,
     wants_bulk,
 )
+from cute_kernels.sparse_mla.convert_mixed import ConvertMixedKey
 from cute_kernels.sparse_mla.gather_paged import GatherPagedKey
 from tests.compile.reports import compile_report
 
@@ -39,6 +40,20 @@ def test_two_rows_are_on_their_way_before_one_is_used(arch: str, gathered: bool,
     first_use = sass.first_place(r"\bSTG|E4M3")
     assert len([i for i in rows if i < first_use]) >= 6
     assert len(sass.places(r"\bSTG\.E\.128")) == 4 * key_rows
+
+
+def test_rows_of_mixed_calls_are_on_their_way_before_one_is_used() -> None:
+    report = compile_report(ConvertMixedKey("sm_90a"))
+    assert report.registers <= 48
+    assert report.spill_loads == report.spill_stores == 0
+    if report.in_sass is None:
+        pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
+    rows = report.in_sass.places(r"\bLDG\.E\S*\.64")
+    stores = report.in_sass.places(r"\bSTG\.E\.128")
+    # the assembler has a copy of it for either cache
+    at_once = 2 * ConvertMixedKey.rows
+    assert len(rows) == len(stores) == 2 * at_once
+    assert not any(rows[0] < place < rows[at_once - 1] for place in stores)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])

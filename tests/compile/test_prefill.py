@@ -11,10 +11,11 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.formats import ROPE_DIM
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.key import KernelKey
+from cute_kernels.sparse_mla.convert_mixed import ConvertMixedKey
 from cute_kernels.sparse_mla.hopper import prefill as kernel
 from cute_kernels.sparse_mla.hopper import prefill_index_loader as index_loader
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
-from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8Key, MixedKey
+from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8ConvertedKey, MixedFp8Key, MixedKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed_swap_ab import SwapAbMixedFp8Key
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import QuantSwapAbPrefillKey, SwapAbMixedKey, SwapAbPrefillKey
 from cute_kernels.sparse_mla.launch import MIXED, PREFILL
@@ -31,7 +32,8 @@ def test_registers_are_those_of_the_launch() -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        *(PrefillKey("sm_90a"), MixedKey("sm_90a"), MixedFp8Key("sm_90a"), SwapAbPrefillKey("sm_90a", 8)),
+        *(PrefillKey("sm_90a"), MixedKey("sm_90a"), MixedFp8Key("sm_90a"), MixedFp8ConvertedKey("sm_90a")),
+        SwapAbPrefillKey("sm_90a", 8),
         *(SwapAbMixedFp8Key("sm_90a", heads) for heads in (8, 32)),
     ],
     ids=repr,
@@ -82,4 +84,5 @@ def test_deployments(model: str, tp: int) -> None:
     over_codes = SwapAbMixedFp8Key("sm_90a", heads) if heads <= 32 else MixedFp8Key("sm_90a")
     raw = [NormQuantPrefillKey("sm_90a")] if heads > 16 else []
     assert PREFILL.deployment_keys(MODELS[model], tp, "sm_90a") == [one, codes, *raw]
-    assert MIXED.deployment_keys(MODELS[model], tp, "sm_90a") == [other, over_codes]
+    converting = [ConvertMixedKey("sm_90a"), MixedFp8ConvertedKey("sm_90a")] if heads > 32 else []
+    assert MIXED.deployment_keys(MODELS[model], tp, "sm_90a") == [other, over_codes, *converting]

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.record import record_calls
-from cute_kernels.sparse_mla.ops import sparse_mla_mixed, sparse_mla_prefill
+from cute_kernels.sparse_mla.ops import sparse_mla_mixed, sparse_mla_mixed_workspace_size, sparse_mla_prefill
 from tests.gpu.decode_cases import INT_MAX, INT_MIN, SCALE, generator, int32, random_sink
 from tests.gpu.decode_checks import attention, same_bits
 from tests.gpu.prefill_checks import KERNELS, LARGEST, LOG_RTOL, assert_results, use_kernel
@@ -404,3 +405,90 @@ def test_bits_repeat_and_do_not_depend_on_the_batch(heads: int) -> None:
         seq_lens=[700, 700],
     )
     assert same_bits(run(part), tuple(result[7:9] for result in want))
+
+
+# ---- rows that are converted first
+
+
+@pytest.fixture
+def can_convert(kernel: None, dtype: torch.dtype) -> None:
+    from cute_kernels.sparse_mla import select
+
+    if dtype != FP8 or arch_of(0) != select.HOPPER:
+        pytest.skip("Hopper's own kernel over e4m3 caches does")
+
+
+def converted(call: Call) -> Results:
+    """Results with rows converted into NaN, of which no more is written than it takes."""
+    rows = [pool.shape[0] * pool.shape[1] for pool, _ in call.pools()]
+    size = sparse_mla_mixed_workspace_size(*rows)
+    room = torch.full((size + 4096,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    results = run(call, workspace=room, form="converted")
+    assert (room[size:] == 0xFF).all()
+    return results
+
+
+CONVERTED: dict[str, dict[str, Any]] = {
+    "window alone": {"width": None},
+    "no columns": {"width": 0},
+    "one row a page": {"rows": (1, 1), "more_stride": (16, 512)},
+    "odd pages": {"rows": (53, 7), "more_stride": (512, 16)},
+    "large pages": {"rows": (256, 64), "bad": 0.5},
+    "slots that are none": {"bad": 1.0},
+    "one tile and one column": {"window_size": 64, "width": 1},
+    "many tiles": {"query_lens": (1, 140), "seq_lens": (3000, 500), "width": 1024, "capacity": (5000, 9000)},
+    "rows without a position": {"seq_lens": (0, 3, -5, 9, 1)},
+    "nobody's rows": {"query_lens": (), "seq_lens": (), "padding": 300},
+    "more rows than multiprocessors": {"query_lens": (701,), "seq_lens": (900,), "width": 90, "padding": 5},
+    "more items than looked ahead": {"query_lens": (1,) * 5000, "seq_lens": tuple(range(-2, 4998)), "window_size": 3},
+    **{f"caches of {rows} rows": {"capacity": rows} for rows in ((0, 0), (0, 5), (5, 0), (1, 1))},
+}
+
+
+@pytest.mark.usefixtures("can_convert")
+@pytest.mark.parametrize("heads", [33, 64, 100, 128])
+@pytest.mark.parametrize("name", CONVERTED)
+def test_converted_rows_give_the_same_bits(name: str, heads: int) -> None:
+    call = make(heads=heads, seed=heads, **CONVERTED[name])
+    assert same_bits(converted(call), run(call, form="direct"))
+
+
+@pytest.mark.usefixtures("can_convert")
+@pytest.mark.parametrize("heads", [64, 128])
+def test_converted_rows(heads: int) -> None:
+    call = make((1, 300, 1, 50), (900, 300, 5, 1000), heads=heads, width=300, rows=(53, 2))
+    want = check(call, form="converted")
+    for _ in range(20):
+        assert same_bits(converted(call), want)
+    assert same_bits(run(call), want)
+
+
+@pytest.mark.usefixtures("can_convert")
+def test_every_code_of_converted_rows() -> None:
+    """NaN among them, which spoil the row that selects them alone, as without conversion."""
+    lens = (1,) * 256
+    call = make(lens, lens, heads=64, window_size=1, width=None, capacity=(256, 1), padding=0, sink="none", bad=0.0)
+    call.window.view(torch.uint8).view(-1, 512)[:256] = torch.arange(256, device=DEVICE).byte()[:, None]
+    call.indices[:, 0] = torch.arange(256, device=DEVICE).int()
+    call = dataclasses.replace(call, query=torch.zeros_like(call.query.float()).to(FP8), out_scale=1.0)
+    out, lse = converted(call)
+    assert (out.isnan().all(dim=(1, 2)) == call.window.view(-1, 512)[:256, 0].float().isnan()).all()
+    assert same_bits((out, lse), run(call, form="direct"))
+
+
+@pytest.mark.usefixtures("can_convert")
+def test_a_graph_that_converts() -> None:
+    """Caches and queries change between replays; the workspace is the call's own."""
+    call = make((400,), (900,), heads=64, width=600)
+    out = torch.zeros_like(call.query, dtype=torch.bfloat16)
+    results = {"out": out, "lse": torch.zeros(out.shape[:2], device=DEVICE)}
+    given = call.arguments() | results | {"form": "converted"}
+    sparse_mla_mixed(**given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sparse_mla_mixed(**given)
+    for seed in range(3):
+        fill(call, seed + 10)
+        graph.replay()
+        got = tuple(result.clone() for result in results.values())
+        assert same_bits(got, run(call, form="direct"))

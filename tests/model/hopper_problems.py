@@ -60,6 +60,21 @@ class Mixed(OnHopper, prefill_problems.Mixed):
         return [value * units if i in gaps else value for i, value in enumerate(values)]
 
 
+class MixedConverted(Mixed):
+    """Over f16 rows, with dense pages, of the same numbers."""
+
+    def sources(self, memory: GlobalMemory) -> tuple[list[Any], list[Any], list[Any]]:
+        pools = {name: getattr(self.call, name).half().contiguous() for name in ("window", "compressed")}
+        call, self.call = self.call, dataclasses.replace(self.call, **pools)
+        try:
+            return super().sources(memory)
+        finally:
+            self.call = call
+
+    def values(self, values: list[Any]) -> list[Any]:
+        return values
+
+
 class Paged(OnHopper, prefill_problems.Paged):
     policy = ()
 

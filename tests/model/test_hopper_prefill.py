@@ -16,6 +16,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.formats import PLAIN_BF16, PLAIN_FP8
 from cute_kernels.runtime.key import KernelKey
+from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8ConvertedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey
 from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbPrefillKey
@@ -23,7 +24,7 @@ from cute_kernels.sparse_mla.select import mixed_key
 from tests.compile.reports import compile_report
 from tests.gpu import paged_cases, test_mixed, test_prefill
 from tests.model import mutations, orders
-from tests.model.hopper_problems import Mixed, OnHopper, Paged, PagedCluster, Prefill
+from tests.model.hopper_problems import Mixed, MixedConverted, OnHopper, Paged, PagedCluster, Prefill
 from tests.model.prefill_problems import on_host
 from tests.model.ptx import parse
 from tests.model.trace import Trace
@@ -52,6 +53,11 @@ def mixed(heads: int, dtype: torch.dtype = test_mixed.FP8) -> Case:
         call = test_mixed.fill(call)
     kv_format = PLAIN_BF16 if dtype == test_mixed.BF16 else PLAIN_FP8
     return mixed_key("sm_90a", heads, kv_format.id), Mixed, call
+
+
+def converted() -> Case:
+    _, _, call = mixed(40)
+    return MixedFp8ConvertedKey("sm_90a"), MixedConverted, call
 
 
 def paged() -> Case:
@@ -86,6 +92,7 @@ CASES: dict[str, tuple[Callable[[], Case], Any]] = {
         functools.partial(mixed, 40, test_mixed.BF16),
         {"copies_are_fenced": False, "votes_order": True},
     ),
+    "mixed_40_converted": (converted, {"copies_are_fenced": False, "votes_order": True}),
     "mixed_7_bf16": (functools.partial(mixed, 7, test_mixed.BF16), {"copies_are_fenced": False}),
 }
 """By name: what makes it, and what its kernel takes for granted."""

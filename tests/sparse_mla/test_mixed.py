@@ -198,6 +198,8 @@ def arguments(pools=BF16, **changes):
         kv_format=pools,
         out=torch.zeros(7, 3, 512, dtype=torch.bfloat16),
         lse=torch.zeros(7, 3),
+        workspace=None,
+        form="auto",
     )
     assert changes.keys() <= args.keys()
     return {**args, **changes}
@@ -214,7 +216,7 @@ def test_cost_counts_attended_rows():
     args = case.args(sinks=None, window_size=W, kv_format=BF16)
     with record_calls() as recording:
         OPS["sparse_mla_mixed"].overload(
-            *args.values(), torch.zeros(7, 3, 512, dtype=torch.bfloat16), torch.zeros(7, 3)
+            *args.values(), torch.zeros(7, 3, 512, dtype=torch.bfloat16), torch.zeros(7, 3), None, "auto"
         )
     (call,) = recording.calls
     rows = sum(min(W, p + 1) for p in case.positions) + int((case.lens - W).sum())

@@ -119,14 +119,19 @@ SOFTMAX_REGISTERS, PV_REGISTERS, PRODUCER_REGISTERS = 160, 160, 32
 class PrefillConfig:
     """What a kernel is made for.
 
-    name        of the kernel
-    dtype       of what tensor cores multiply
-    converted   the producer converts rows of another kind (prefill_mixed), and stores them in the ordinary way
+    name      of the kernel
+    dtype     of what tensor cores multiply
+    stored    what the producer converts from another type (prefill_mixed), and stores in the ordinary way: "none",
+              "queries" or "all"
     """
 
     name: str
     dtype: Any = BFloat16
-    converted: bool = False
+    stored: str = "none"
+
+    @property
+    def stores_rows(self) -> bool:
+        return self.stored == "all"
 
 
 # ---- shared memory
@@ -199,11 +204,11 @@ class Bars:
         kv, p = (barriers.Ring.allocate(smem, stages) for stages in (KV_STAGES, P_STAGES))
         return cls(kv, p, smem.allocate_array(Int64, 1))
 
-    def initialize(self, converted: bool) -> None:
+    def initialize(self, stores_rows: bool) -> None:
         """By one thread; the CTA synchronizes afterwards."""
         # every producer thread, as its copies are there, and one of each warp for the header; or, where it stores rows
         # itself, one of each warp
-        self.kv.initialize(PRODUCER_WARPS if converted else PRODUCER_WARPS * (32 + 1), 2 * 4)
+        self.kv.initialize(PRODUCER_WARPS if stores_rows else PRODUCER_WARPS * (32 + 1), 2 * 4)
         self.p.initialize(4, 2 * 4)
         cute.arch.mbarrier_init(self.q_done, 4)
         cute.arch.mbarrier_init_fence()
@@ -374,6 +379,8 @@ class QkSoftmax:
                 # before the queries are there
                 norm = self.finish_norm(norm)
             bars.kv.wait_full(stage, phase)
+            if const_expr(config.stored == "queries"):
+                cute.arch.fence_view_async_shared()
             load_q(held, smem.kv + stage * KV_STAGE_BYTES)
             work_tile = ptx.load_shared_s32(smem.header + stage * HEADER)
             stage, phase = barriers.advance(stage, phase, KV_STAGES)
@@ -391,7 +398,7 @@ class QkSoftmax:
                     self.publish_p(tile - 1)
                     is_published = Int32(1)
                 bars.kv.wait_full(stage, phase)
-                if const_expr(config.converted):
+                if const_expr(config.stores_rows):
                     cute.arch.fence_view_async_shared()
                 self.multiply(s, held, part, stage, tile - 1, is_published)
                 header = smem.header + stage * HEADER
@@ -579,7 +586,7 @@ class PvEpilogue:
                     wgmma.scale_rows(o, factors)
                 v_at = smem.kv + stage * KV_STAGE_BYTES + self.side * (KV_STAGE_BYTES // 2)
                 config = self.config
-                multiply_pv(pv, part, o, smem, buffer, v_at, self.layouts, config.dtype, config.converted)
+                multiply_pv(pv, part, o, smem, buffer, v_at, self.layouts, config.dtype, config.stores_rows)
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(bars.p.empty(buffer))
@@ -668,7 +675,7 @@ class PrefillKernel:
         smem = Smem(**places)
         bars = Bars.allocate(allocator)
         if thread == 0:
-            bars.initialize(self.config.converted)
+            bars.initialize(self.config.stores_rows)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -713,7 +720,8 @@ class PrefillKernel:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             scheduler = PrefillScheduler(ptx.block_again(), work_tiles, ctas, group_bits)
             units = row_units(self.producer.row_dtype)
-            loader = IndexLoader(kv, scheduler, smem.lists, smem.cursors, PRODUCER_WARPS, units, config.converted)
+            is_short = config.stored != "none"
+            loader = IndexLoader(kv, scheduler, smem.lists, smem.cursors, PRODUCER_WARPS, units, is_short)
             self.producer(bars, smem, q, loader).run()
 
 

@@ -37,7 +37,15 @@ from cute_kernels.sparse_mla.hopper.prefill import (
     Smem,
     store_header,
 )
-from cute_kernels.sparse_mla.hopper.prefill_index_loader import COPIED_ROWS, END, KEPT_AT, LAST, IndexLoader, own_lane
+from cute_kernels.sparse_mla.hopper.prefill_index_loader import (
+    AHEAD,
+    COPIED_ROWS,
+    END,
+    KEPT_AT,
+    LAST,
+    IndexLoader,
+    own_lane,
+)
 from cute_kernels.sparse_mla.hopper.prefill_softmax import SLAB_BYTES, SLAB_ROW_BYTES
 from cute_kernels.sparse_mla.kernel_args import fake_mixed
 from cute_kernels.sparse_mla.params import PrefillQuery
@@ -45,7 +53,8 @@ from cute_kernels.sparse_mla.params import PrefillQuery
 # ---- config
 
 MIXED = PrefillConfig("sparse_mla_mixed")
-MIXED_FP8 = PrefillConfig("sparse_mla_mixed_fp8", Float16, converted=True)
+MIXED_FP8 = PrefillConfig("sparse_mla_mixed_fp8", Float16, stored="all")
+MIXED_FP8_CONVERTED = PrefillConfig("sparse_mla_mixed_fp8_converted", Float16, stored="queries")
 
 # ---- producer
 
@@ -93,13 +102,7 @@ class Fp8Producer:
         while flags & END == 0:
             stage = turn & 3
             bars.kv.wait_empty(stage, turn >> 2)
-            self.copy_queries_async(self.kept_work_tile(), stage)
-            if (loader.own_warp() == 0) & (own_lane() == 0):
-                ptx.store_shared_s32(smem.header + stage * HEADER, self.kept_work_tile())
-            self.convert(stage, range(HELD_SLABS), smem.kv + stage * KV_STAGE_BYTES, 0)
-            # the work tile before is done with those in shared memory
-            ptx.wait_mbarrier(bars.q_done.toint(), ptx.load_shared_s32(loader.cursor + KEPT_AT + 4))
-            self.convert(stage, range(HELD_SLABS, SLABS), smem.q, 0)
+            self.fill_queries(stage)
             self.arrive_full(stage)
             turn = self.advance(turn)
             work_tile, parity = ptx.load_shared_64(loader.cursor + KEPT_AT)
@@ -131,6 +134,18 @@ class Fp8Producer:
 
     def kept_work_tile(self) -> Any:
         return ptx.load_shared_s32(self.loader.cursor + KEPT_AT)
+
+    @cute.jit
+    def fill_queries(self, stage: Any) -> None:
+        """The warp's share of the queries of the kept work tile."""
+        loader, smem = self.loader, self.smem
+        self.copy_queries_async(self.kept_work_tile(), stage)
+        if (loader.own_warp() == 0) & (own_lane() == 0):
+            ptx.store_shared_s32(smem.header + stage * HEADER, self.kept_work_tile())
+        self.convert(stage, range(HELD_SLABS), smem.kv + stage * KV_STAGE_BYTES, 0)
+        # the work tile before is done with those in shared memory
+        ptx.wait_mbarrier(self.bars.q_done.toint(), ptx.load_shared_s32(loader.cursor + KEPT_AT + 4))
+        self.convert(stage, range(HELD_SLABS, SLABS), smem.q, 0)
 
     @cute.jit
     def copy_rows_async(self, place: Any, flags: Any, stage: Any) -> None:
@@ -221,6 +236,53 @@ class Fp8Producer:
             cute.arch.mbarrier_arrive(self.bars.kv.full(stage))
 
 
+@dataclass(frozen=True)
+class Fp8QueryProducer(Fp8Producer):
+    """The producer warpgroup over rows that convert_mixed has made f16: rows are Producer's, queries Fp8Producer's.
+
+    It counts stages as Fp8Producer does, and its cursor keeps the same.
+    """
+
+    row_dtype: ClassVar[Any] = Float16
+
+    @cute.jit
+    def run(self) -> None:
+        """Fill the KV ring."""
+        bars, smem, loader = self.bars, self.smem, self.loader
+        loader.start()
+        loader.keep(loader.scheduler.first, Int32(1))
+        flags = Int32(0)
+        turn = Int32(0)
+        while flags & END == 0:
+            stage = turn & 3
+            bars.kv.wait_empty(stage, turn >> 2)
+            if own_lane() == 0:
+                ptx.store_shared_s32(loader.cursor + KEPT_AT + 8, turn)
+            self.fill_queries(stage)
+            # read anew: there is no register for it
+            turn = ptx.load_shared_s32(loader.cursor + KEPT_AT + 8)
+            # one lane arrives for what all have stored
+            cute.arch.sync_warp()
+            Producer.arrive_full(self, turn & 3)
+            turn = self.advance(turn)
+            work_tile, parity = ptx.load_shared_64(loader.cursor + KEPT_AT)
+            loader.keep(work_tile + loader.scheduler.step, parity ^ 1)
+            flags = Int32(0)
+            while flags & LAST == 0:
+                cute.arch.cp_async_wait_group(AHEAD - 1)
+                cute.arch.sync_warp()
+                place, flags = loader.next_rows()
+                stage = turn & 3
+                bars.kv.wait_empty(stage, turn >> 2)
+                store_header(loader, smem.header, stage, place, flags)
+                Producer.copy_rows_async(self, place, flags, stage)
+                loader.copy_next_indices_async()
+                Producer.arrive_full(self, stage)
+                turn = self.advance(turn)
+        # no lane ends with copies under way
+        cute.arch.cp_async_wait_group(0)
+
+
 # ---- keys
 
 
@@ -242,3 +304,14 @@ class MixedFp8Key(MixedKey):
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         return entry_point(PrefillKernel(MIXED_FP8, Fp8Producer).launch, fake_mixed(Float8E4M3FN))
+
+
+@dataclass(frozen=True)
+class MixedFp8ConvertedKey(MixedKey):
+    """As MixedKey, over f16 rows that convert_mixed has made of e4m3 caches, and with e4m3 queries."""
+
+    kernel_name: ClassVar[str] = "sparse_mla.hopper.prefill_mixed_fp8_converted"
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        kernel = PrefillKernel(MIXED_FP8_CONVERTED, Fp8QueryProducer)
+        return entry_point(kernel.launch, fake_mixed(Float8E4M3FN, Float16))

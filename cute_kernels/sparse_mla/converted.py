@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of e4m3 caches that sparse_mla_mixed converts into a workspace first: how much that takes, and whether it is
+faster than converting them for each query row. Plain numbers, no tensors."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from cute_kernels.formats import HEAD_DIM
+from cute_kernels.sparse_mla.schedule import head_groups
+
+CONVERTED_ROW_BYTES = HEAD_DIM * 2
+"""f16."""
+
+CONVERT_ARCHS = ("sm_90a",)
+LEAST_HEADS = 33
+"""Where there is a kernel over converted rows. For fewer heads codes are the operand that needs no conversion ahead
+(prefill_mixed_swap_ab)."""
+
+CONVERT_US, ROW_BYTES_PER_US, TILE_US = 2.5, 4.2e6, 0.3
+"""What is_converted_faster reckons with on an H200: microseconds of converting beside what it moves; the rate of rows,
+in and out; what the kernel gains on a tile of 64 keys (perf/log/prefill_mixed.md)."""
+
+
+@lru_cache(maxsize=4096)
+def is_converted_faster(cache_rows: int, rows: int, heads: int, tiles: int, sms: int) -> bool:
+    """Whether rows had better be converted first, by the shapes of a call alone.
+
+    cache_rows   of both caches
+    rows         query rows
+    tiles        of the longest row that the width of the lists allows
+    sms          multiprocessors
+    """
+    gain = -(-rows * head_groups(heads) // sms) * tiles * TILE_US
+    return gain > CONVERT_US + cache_rows * (CONVERTED_ROW_BYTES + HEAD_DIM) / ROW_BYTES_PER_US
