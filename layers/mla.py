@@ -279,7 +279,9 @@ class DeepseekV4MLAAttention(nn.Module):
         entries = context // self.compress_ratio if self.compress_ratio > 1 else 0
         columns = self.config.index_topk if self.compress_ratio == 4 else None
         step = m.num_prefill_tokens, m.num_prefills, self.num_heads, entries, columns
-        return sparse_mla_prefill_paged_form(*step, window_size=self.window, device=device)
+        # rows whose results are codes are not split
+        may_split = m.num_decode_tokens > 0 or self.num_heads < LEAST_QUANTIZED_HEADS
+        return sparse_mla_prefill_paged_form(*step, window_size=self.window, may_split=may_split, device=device)
 
     def _decode(
         self,

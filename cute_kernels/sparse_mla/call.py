@@ -258,7 +258,7 @@ class PagedCall(NamedTuple):
         shape = self.gathered_shape
         if shape.nbytes > most or shape.rows >= MOST_NUMBERS:
             return False
-        return gathered.is_gathered_faster(shape, self.q.shape[1], self.max_tiles, sms)
+        return gathered.is_gathered_faster(shape, self.q.shape[1], self.max_tiles, sms, not self.is_quantized)
 
     @property
     def is_countable(self) -> bool:

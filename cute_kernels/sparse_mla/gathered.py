@@ -56,14 +56,15 @@ the one that reads the pages (perf/log/prefill_paged.md)."""
 
 
 @lru_cache(maxsize=4096)
-def is_gathered_faster(shape: GatheredShape, heads: int, tiles: int, sms: int) -> bool:
+def is_gathered_faster(shape: GatheredShape, heads: int, tiles: int, sms: int, may_split: bool = True) -> bool:
     """Whether rows had better be gathered first, by the shapes of a call alone. Where query rows are few enough to be
     split they had not.
 
-    tiles   of the longest row that the widths of lists and tables allow
-    sms     multiprocessors
+    tiles       of the longest row that the widths of lists and tables allow
+    sms         multiprocessors
+    may_split   whether the kernel that reads the pages may split rows, which it does not if it stores codes
     """
-    if choose_cluster_splits(shape.lists, heads, tiles, sms) > 1:
+    if may_split and choose_cluster_splits(shape.lists, heads, tiles, sms) > 1:
         return False
     rounds = -(-shape.lists * head_groups(heads) // sms)
     gain = rounds * tiles * (FEW_HEADS_TILE_US if heads <= FEW_HEADS else TILE_US)

@@ -507,18 +507,22 @@ def sparse_mla_prefill_paged_form(
     columns: int | None = None,
     *,
     window_size: int = 128,
+    may_split: bool = True,
     device: torch.device,
 ) -> str:
-    """The faster form of `sparse_mla_prefill_paged` for a call of that shape: "gathered" or "paged". Other arguments
-    than device and heads as of `sparse_mla_prefill_paged_workspace_size`. Where nothing has been measured, "gathered".
+    """The faster form of `sparse_mla_prefill_paged` for a call of that shape: "gathered" or "paged". Where nothing has
+    been measured, "gathered".
+
+    may_split   False: num_splits is 1, or there is an output_quant
+    device      where the call runs; others but heads as of `sparse_mla_prefill_paged_workspace_size`
     """
     if device.type != "cuda" or arch_of(device.index or 0) not in gathered.AUTO_GATHER_ARCHS:
         return "gathered"
     width = entries if columns is None else min(columns, entries)
     shape = gathered.GatheredShape.of(rows, requests, window_size, entries, width)
     tiles = schedule.num_tiles(width + window_size)
-    is_faster = gathered.is_gathered_faster(shape, heads, tiles, multiprocessors(device.index or 0))
-    return "gathered" if is_faster else "paged"
+    sms = multiprocessors(device.index or 0)
+    return "gathered" if gathered.is_gathered_faster(shape, heads, tiles, sms, may_split) else "paged"
 
 
 MOST_ALLOCATED = 1 << 27
@@ -613,7 +617,7 @@ def sparse_mla_prefill_paged(
                              None: what is needed is allocated, with form "auto" up to 128 MiB
     form                     "gathered": rows of fp8_ds_mla caches are made bf16 first, once for all query rows, and
                              num_splits is 0 or 1; "paged": they are read from the pages; "auto": as is faster by the
-                             shapes of the call, if there is room and rows need not be split
+                             shapes of the call, if there is room and neither num_splits nor split_tokens is given
     q_norm                   as in `sparse_mla_prefill`, with form "gathered"
     output_quant             as in `sparse_mla_prefill`, with positions of T rows; with fp8_ds_mla caches, and rows that
                              are not cut: num_splits = 0 is 1 then

@@ -18,6 +18,7 @@ from cute_kernels.sparse_mla.call import PagedCall
 from cute_kernels.sparse_mla.gather_paged import GatherPagedKey
 from cute_kernels.sparse_mla.hopper.prefill import NormQuantPrefillKey, PrefillKey, QuantPrefillKey
 from cute_kernels.sparse_mla.hopper.prefill_paged import PagedKey
+from cute_kernels.sparse_mla.hopper.prefill_paged_cluster import PagedClusterKey
 from cute_kernels.sparse_mla.hopper.prefill_swap_ab import SwapAbPrefillKey
 from cute_kernels.sparse_mla.launch import PAGED
 from cute_kernels.sparse_mla.mma_sync.prefill import PortablePrefillKey
@@ -107,6 +108,23 @@ def test_the_faster_form(
     assert sparse_mla_prefill_paged_form(*given, device=torch.device("cpu")) == "gathered"
     monkeypatch.setattr(ops, "arch_of", lambda index: "sm_100a")
     assert sparse_mla_prefill_paged_form(*given, device=torch.device("cuda")) == "gathered"
+
+
+def test_the_faster_form_of_rows_that_are_not_split(launched: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 rows of 64 heads and 1024 entries: 27.7 us from the pages if split, 50.9 if not, gathered 36.9."""
+    monkeypatch.setattr(ops, "arch_of", lambda index: "sm_90a")
+    monkeypatch.setattr(ops, "multiprocessors", lambda index: SMS)
+    for may_split, form in ((True, "paged"), (False, "gathered")):
+        shape = 64, 1, 64, 1024
+        assert sparse_mla_prefill_paged_form(*shape, may_split=may_split, device=torch.device("cuda")) == form
+    size = sparse_mla_prefill_paged_workspace_size(5, 2, 1024, window_size=8)
+    q, table = torch.zeros(5, 64, 512, dtype=BF16), torch.zeros(2, 512, dtype=torch.int32)
+    call = {"q": q, "attn_sink": torch.zeros(64), "compressed_block_table": table, "topk_indices": None}
+    call |= {"form": "auto", "workspace": torch.zeros(size, dtype=torch.uint8)}
+    run(**call, out=torch.empty_like(q))
+    run(**call, **CODES | {"out": torch.zeros(5, 8, 4096, dtype=torch.uint8).view(torch.float8_e4m3fn)})
+    kinds = [type(key) for key in keys(launched)]
+    assert kinds == [PagedClusterKey, GatherPagedKey, QuantPrefillKey]
 
 
 def test_rows_lists_and_lengths_lie_one_behind_the_other(launched: Launches) -> None:
