@@ -19,9 +19,8 @@ MOST_KEYS, MOST_COLUMNS, MOST_PAGE_BYTES = 2**29, 2**29, 2**31
 """Paged prefill's kernels but the portable one take calls with fewer than so many: entries and positions that a table
 has room for, of each cache; columns of a query row; bytes of a page."""
 
-
 MOST_CONVERTED_BYTES = 2**35
-"""Of rows that sparse_mla_mixed converts first: so far its kernel can name them."""
+"""Of rows that sparse_mla_mixed converts first: its kernel can name no more."""
 
 
 class DecodeCall(NamedTuple):

@@ -487,9 +487,9 @@ def mixed_key(arch: str, heads: int, kv_format: str, may_own: bool = True) -> Ke
 def of_mixed(call: MixedCall, is_converted: bool = False) -> KernelKey:
     """The kernel of a call; is_converted: over rows that have been converted."""
     index = call.query.device.index
-    if is_converted:
-        return MixedFp8ConvertedKey(arch_of(index))
     arch = arch_of(index)
+    if is_converted:
+        return MixedFp8ConvertedKey(arch)
     own = BlackwellMixedFp8Key if call.kv_format == PLAIN_FP8.id else BlackwellMixedKey
     may_own = arch in BLACKWELL and is_own("sparse_mla_mixed", own, index, why_not_own_mixed(call))
     return mixed_key(arch, call.query.shape[1], call.kv_format, may_own)

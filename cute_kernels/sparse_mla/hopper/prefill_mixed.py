@@ -9,6 +9,9 @@ Over bf16 caches the producer is prefill's. e4m3 rows and queries become f16 on 
 producer of this file does that (Fp8Producer): f16 holds every e4m3 number, so all products are exact.
 
     KV, Q   gmem --cp.async--> the stage that they will fill --Fp8Producer: e4m3 -> f16--> the same stage, or q
+
+Where convert_mixed has made all rows f16 ahead, they are copied as bf16 ones, and only queries become f16 here
+(Fp8QueryProducer).
 """
 
 from __future__ import annotations
@@ -238,9 +241,8 @@ class Fp8Producer:
 
 @dataclass(frozen=True)
 class Fp8QueryProducer(Fp8Producer):
-    """The producer warpgroup over rows that convert_mixed has made f16: rows are Producer's, queries Fp8Producer's.
-
-    It counts stages as Fp8Producer does, and its cursor keeps the same.
+    """The producer warpgroup over rows that convert_mixed has made f16: it copies rows as Producer does, and converts
+    queries as Fp8Producer. Its cursor keeps what theirs do, and the count of stages while queries are converted.
     """
 
     row_dtype: ClassVar[Any] = Float16
@@ -259,7 +261,7 @@ class Fp8QueryProducer(Fp8Producer):
             if own_lane() == 0:
                 ptx.store_shared_s32(loader.cursor + KEPT_AT + 8, turn)
             self.fill_queries(stage)
-            # read anew: there is no register for it
+            # there is no register for it meanwhile
             turn = ptx.load_shared_s32(loader.cursor + KEPT_AT + 8)
             # one lane arrives for what all have stored
             cute.arch.sync_warp()
