@@ -22,7 +22,7 @@ from tests.layers.engine import KINDS, Engine, Request, hidden_rows, make_layer
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 ATTENTION = {
-    "fp8_ds_mla": {"sparse_mla_decode", "sparse_mla_prefill"},
+    "fp8_ds_mla": {"sparse_mla_decode", "sparse_mla_prefill_paged"},
     "bf16": {"sparse_mla_mixed"},
     "fp8": {"sparse_mla_mixed"},
 }
