@@ -160,17 +160,14 @@ ACCEPTED = (
     Accepted("racecheck", "sparse_mla_mixed_8", ("LDS.64, STS", "LDS.64, STS.64"), ONE_LANE + IN_ANY_ORDER),
     # over e4m3 caches also queries, which products have taken from registers before the warp's lane arrives, and what
     # QK warps have read of a tile's header before they hand over its P
-    Accepted(
-        "racecheck",
-        "sparse_mla_mixed_fp8",
-        ("LDS, STS", "LDS.64, STS.64", "LDS.128, STS", "LDSM*, STS.128", "LDGSTS.E.BYPASS.128, LDSM*"),
-        ONE_LANE + IN_ANY_ORDER,
-    ),
-    Accepted(
-        "racecheck",
-        "sparse_mla_mixed_fp8_converted",
-        ("LDS, STS", "LDS.64, STS.64", "LDSM*, STS.128", "LDGSTS.E.BYPASS.128, LDSM*"),
-        ONE_LANE + IN_ANY_ORDER,
+    *(
+        Accepted(
+            "racecheck",
+            kernels,
+            ("LDS, STS", "LDS.64, STS.64", "LDS.128, STS", "LDSM*, STS.128", "LDGSTS.E.BYPASS.128, LDSM*"),
+            ONE_LANE + IN_ANY_ORDER,
+        )
+        for kernels in ("sparse_mla_mixed_fp8", "sparse_mla_mixed_fp8_converted")
     ),
     Accepted("racecheck", "sparse_mla_mixed_fp8_*", ("LDS.64, STS", "LDS.64, STS.64"), ONE_LANE + IN_ANY_ORDER),
     Accepted(
