@@ -515,8 +515,8 @@ def _ops(gpus: Sequence[tuple[str, Sequence[Record]]], only: Collection[str] | N
         rows.append([f"`{op}`", case, *(text for r in several for text in _numbers_of(r, case))])
     text = (
         "Each shape of an op beside its fastest peer, on the same inputs in the same run. After the slash: each call "
-        "timed behind an unrelated short kernel, of GEMMs and some others without use_pdl, which only costs there. The "
-        "speed-up (times as fast) is the smaller of the two ratios. Where there is no slash, calls "
+        "timed behind an unrelated short kernel, of our GEMMs without use_pdl, which only costs there. The speed-up "
+        "(times as fast) is the smaller of the two ratios. Where there is no slash, calls "
         "were timed back to back only, which flatters those that overlap with the one before:"
     )
     lines = [*_wrap(text), "", *table(header, rows, range(2, len(header))), ""]

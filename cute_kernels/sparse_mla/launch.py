@@ -8,14 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from cute_kernels.dsl import ptx
-from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM, PLAIN_FP8
+from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
 from cute_kernels.runtime.arch import grid_size, multiprocessors
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
-from cute_kernels.sparse_mla import arguments, combine, converted, schedule, select
+from cute_kernels.sparse_mla import arguments, combine, schedule, select
 from cute_kernels.sparse_mla.arguments import MOST_NUMBERS, misaligned, no_logs
 from cute_kernels.sparse_mla.call import (
-    MOST_CONVERTED_BYTES,
     DecodeCall,
     MergeCall,
     MixedCall,
@@ -389,15 +388,9 @@ def why_not_mixed(call: MixedCall) -> str:
 
 def _why_not_converted(call: MixedCall) -> str:
     """Why the rows of a call that asks for it cannot be converted first, or nothing."""
-    arch, heads = select.arch_of(call.query.device.index), call.query.shape[1]
-    if call.kv_format != PLAIN_FP8.id:
-        return f"form 'converted' is supported with caches of {PLAIN_FP8.id}, got {call.kv_format}"
+    arch = select.arch_of(call.query.device.index)
     if arch != select.HOPPER:
         return f"form 'converted' is supported on {select.HOPPER}, got {arch}"
-    if heads < converted.LEAST_HEADS:
-        return f"form 'converted' is supported for {converted.LEAST_HEADS} heads of query and more, got {heads}"
-    if call.converted_bytes > MOST_CONVERTED_BYTES:
-        return f"form 'converted': expected at most {MOST_CONVERTED_BYTES} bytes of rows, got {call.converted_bytes}"
     if call.workspace is not None and call.workspace.data_ptr() % 16:
         return f"workspace must be 16-byte aligned, got address {call.workspace.data_ptr():#x}"
     return ""

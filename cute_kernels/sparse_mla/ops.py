@@ -21,7 +21,14 @@ from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
 from cute_kernels.sparse_mla import arguments, converted, gathered, reference, schedule
-from cute_kernels.sparse_mla.call import DecodeCall, MergeCall, MixedCall, PagedCall, PrefillCall
+from cute_kernels.sparse_mla.call import (
+    MOST_CONVERTED_BYTES,
+    DecodeCall,
+    MergeCall,
+    MixedCall,
+    PagedCall,
+    PrefillCall,
+)
 from cute_kernels.sparse_mla.selection import (
     decode_selections,
     mixed_selections,
@@ -686,10 +693,25 @@ def _check_mixed(call: MixedCall) -> None:
     arguments.check_logs(c, "lse", call.lse, ("sum_q", "h"))
     c.tensor("workspace", call.workspace, (torch.uint8, torch.float32), (None,), optional=True, contiguous=True)
     c.require(call.form in MIXED_FORMS, "form", f"one of {MIXED_FORMS}", call.form)
+    if call.form == "converted":
+        _check_converted(c, call)
     if call.form == "converted" and call.query.device.type == "cuda":
         needed, have = call.converted_bytes, nbytes(call.workspace)
         expected = f"at least {needed} bytes (sparse_mla_mixed_workspace_size)"
         c.require(have >= needed, "workspace", expected, have)
+
+
+def _check_converted(c: Checker, call: MixedCall) -> None:
+    """What form "converted" takes, before anything is allocated for it."""
+    own = formats.PLAIN_FP8.id
+    c.require(call.kv_format == own, "kv_format", f"{own} with form 'converted'", call.kv_format)
+    heads = call.query.shape[1]
+    c.require(
+        heads >= converted.LEAST_HEADS, "query", f"at least {converted.LEAST_HEADS} heads with form 'converted'", heads
+    )
+    most = MOST_CONVERTED_BYTES // converted.CONVERTED_ROW_BYTES
+    expected = f"caches of at most {most} rows together with form 'converted'"
+    c.require(call.cache_rows <= most, "compressed_kv_cache", expected, call.cache_rows)
 
 
 def _cost_mixed(call: MixedCall) -> Cost:
@@ -730,6 +752,8 @@ def _allocate_converted(call: MixedCall) -> torch.Tensor | None:
     matrices = [*call.caches.values(), call.sparse_indices]
     if call.query.device.type != "cuda" or not all(isinstance(x, torch.Tensor) and x.dim() >= 2 for x in matrices):
         return None
+    if call.form == "converted":
+        _check_converted(Checker("sparse_mla_mixed"), call)
     device_index = call.query.get_device()
     if not call.is_converted(arch_of(device_index), multiprocessors(device_index), MOST_ALLOCATED):
         return None

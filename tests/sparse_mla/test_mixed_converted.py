@@ -4,6 +4,7 @@ and no GPU: nothing is launched."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.formats import PLAIN_BF16
-from cute_kernels.sparse_mla import converted, launch, select
+from cute_kernels.sparse_mla import converted, launch, ops, select
 from cute_kernels.sparse_mla.call import MixedCall
 from cute_kernels.sparse_mla.convert_mixed import ConvertMixedKey
 from cute_kernels.sparse_mla.hopper.prefill_mixed import MixedFp8ConvertedKey, MixedFp8Key
@@ -20,7 +21,7 @@ from cute_kernels.sparse_mla.hopper.prefill_mixed_swap_ab import SwapAbMixedFp8K
 from cute_kernels.sparse_mla.launch import MIXED
 from cute_kernels.sparse_mla.mma_sync.prefill import PortableMixedKey
 from cute_kernels.sparse_mla.ops import MIXED_FORMS, sparse_mla_mixed, sparse_mla_mixed_workspace_size
-from tests.sparse_mla.test_mixed_launch import BF16, CODES, FP8, arguments, distant
+from tests.sparse_mla.test_mixed_launch import BF16, CODES, FP8, arguments
 
 BYTES = (5 * 64 + 7 * 2) * 1024
 """Of `codes()`."""
@@ -71,8 +72,12 @@ MEASURED = {
     (4096, 64, 2176, 65536): (2400.5, 1921.2),
     (1024, 64, 640, 65536): (183.7, 194.9),
     (256, 64, 640, 16384): (51.4, 52.9),
+    (776, 64, 128, 19712): (46.5, 53.1),
+    (312, 128, 640, 8704): (109.9, 103.0),
+    (1088, 64, 1024, 47104): (294.1, 278.5),
+    (3328, 128, 256, 61440): (533.7, 500.6),
 }
-"""On an H200, perf/log/prefill_mixed.md."""
+"""On an H200: those that the rule was fitted to (perf/log/prefill_mixed.md), and the record's four drawn shapes."""
 
 
 @pytest.mark.parametrize(("shape", "times"), MEASURED.items())
@@ -139,20 +144,27 @@ def test_who_converts_where_the_op_may_choose(launched: Launches, monkeypatch: p
     assert keys(launched) == [MixedFp8Key("sm_90a")]
 
 
+def test_memory_that_is_not_aligned(launched: Launches) -> None:
+    call = MixedCall(**codes(workspace=torch.zeros(BYTES + 8, dtype=torch.uint8)[8:]))
+    assert MIXED.why_not(call).startswith("workspace must be 16-byte aligned")
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         (
-            arguments() | {"query": torch.zeros(3, 64, 512, dtype=BF16), "kv_format": PLAIN_BF16.id},
-            "form 'converted' is supported with caches of plain_fp8/1, got plain_bf16/1",
+            arguments() | of_heads(64) | {"query": torch.zeros(3, 64, 512, dtype=BF16), "kv_format": PLAIN_BF16.id},
+            "kv_format: expected plain_fp8/1 with form 'converted', got plain_bf16/1",
         ),
-        (of_heads(32), "form 'converted' is supported for 33 heads of query and more, got 32"),
-        ({"swa_kv_cache": distant(2**20, 64, 64 * 512, FP8)}, "form 'converted': expected at most 34359738368 bytes"),
-        ({"workspace": torch.zeros(BYTES + 8, dtype=torch.uint8)[8:]}, "workspace must be 16-byte aligned"),
+        (of_heads(32), "query: expected at least 33 heads with form 'converted', got 32"),
+        ({}, "compressed_kv_cache: expected caches of at most 333 rows together with form 'converted', got 334"),
     ],
 )
-def test_what_cannot_be_converted_says_so(launched: Launches, changes: dict[str, Any], why: str) -> None:
-    assert MIXED.why_not(MixedCall(**codes(**changes | {"form": "converted"}))).startswith(why)
+def test_what_cannot_be_converted_says_so(changes: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before there is any memory for it."""
+    monkeypatch.setattr(ops, "MOST_CONVERTED_BYTES", BYTES - 1)
+    with pytest.raises(ValueError, match=re.escape(f"sparse_mla_mixed: {why}")):
+        sparse_mla_mixed(**codes(**changes | {"form": "converted", "workspace": None}))
 
 
 def test_other_architectures_do_not_convert(launched: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
