@@ -66,7 +66,8 @@ def bundle(arch: str) -> frozenset[Any]:
 
 
 def kernels_of(op: Op, call: Example) -> frozenset[Any] | None:
-    """What the call would launch, or None if no kernel takes it, or it has too small a workspace: a CPU needs none."""
+    """What the call would launch, or None if no kernel takes it, or it was drawn with too small a workspace: a CPU, for
+    which calls are drawn, needs none."""
     args = verify.clone_arguments(call.args, torch.device("cuda"))
     try:
         with compile_.collect() as keys:
@@ -126,6 +127,8 @@ def test_kept_calls_agree_with_their_references(name: str, plan: Plan) -> None:
     op = registry.all_ops()[name]
     call = drawn.call_of(op, plan, drawn.small_examples(op))
     assert call is not None
-    if kernels_of(op, call) is None:
+    try:
+        why = run(op, call)
+    except NotImplementedError:
         pytest.skip("no kernel takes it here")
-    assert run(op, call) == ""
+    assert why == ""

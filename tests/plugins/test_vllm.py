@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from cute_kernels import compress_norm_rope_store, fused_indexer_q_rope_quant, save_partial_states
 from cute_kernels.plugins import PARTS, Plugin
 from cute_kernels.plugins import vllm as plugin
+from cute_kernels.sparse_mla.ops import sparse_mla_prefill_paged_workspace_size
 from tests.helpers import bits, generator
 from tests.plugins import fake_vllm, seams
 from tests.plugins.fake_vllm import DECODES, HEADS, MAX_LEN, PREFIX, TOKENS, TOP_K, Step, draw, metadata, mixed
@@ -79,6 +80,28 @@ def test_methods_have_the_engines_arguments() -> None:
     assert len(seen) > 12
 
 
+class Watched:
+    """sparse_mla_prefill_paged. A CPU gathers nothing: what is handed over for it is looked at here."""
+
+    def __init__(self, op: Callable[..., Any]) -> None:
+        self.op = op
+        self.forms: list[str] = []
+
+    def __call__(self, q: Any, cache: Any, table: Any, starts: Any, lens: Any, *args: Any, **more: Any) -> Any:
+        entries, ratio = more["compressed_block_table"], more["compress_ratio"]
+        page = 0 if entries is None else more["compressed_cache"].shape[1]
+        room = 0 if entries is None else entries.shape[1] * page
+        assert room >= (0 if entries is None else int(lens.max()) // ratio)
+        columns = None if more["topk_indices"] is None else more["topk_indices"].shape[1]
+        needed = sparse_mla_prefill_paged_workspace_size(
+            q.shape[0], lens.shape[0], room, columns, window_size=more["window_size"]
+        )
+        assert (more["form"] == "gathered") == (more["workspace"] is not None)
+        assert more["workspace"] is None or more["workspace"].nbytes >= needed
+        self.forms.append(more["form"])
+        return self.op(q, cache, table, starts, lens, *args, **more)
+
+
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_both_forms_of_prefill_and_decode_agree(ratio: int, step: type[Step], monkeypatch: pytest.MonkeyPatch) -> None:
     layer, g = make_layer(ratio), generator(ratio)
@@ -102,9 +125,13 @@ def test_both_forms_of_prefill_and_decode_agree(ratio: int, step: type[Step], mo
         layer.topk_indices_buffer[:TOKENS] = torch.where(chosen < ((positions + 1) // 4)[:, None], chosen.int(), -1)
 
     gathered, paged = torch.full((2, TOKENS, HEADS, 512), torch.nan, dtype=torch.bfloat16)
+    monkeypatch.setattr(plugin, "sparse_mla_prefill_paged_form", lambda *step, **more: "gathered")
+    monkeypatch.setattr(plugin, "sparse_mla_prefill_paged", watched := Watched(plugin.sparse_mla_prefill_paged))
     layer.forward_mqa(q, None, positions, gathered)
+    assert watched.forms == ["gathered"]
     monkeypatch.setattr(plugin, "sparse_mla_prefill_paged_form", lambda *step, **more: "paged")
     layer.forward_mqa(q, None, positions, paged)
+    assert watched.forms == ["gathered", "paged"]
     torch.testing.assert_close(gathered, paged, atol=0.01, rtol=0.02)
 
     last = slice(TOKENS - DECODES, TOKENS)
