@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cute_kernels.indexer import reference
+from cute_kernels.indexer import ops, reference
+from cute_kernels.indexer.call import TopKDecodeCall
 from cute_kernels.indexer.ops import all_visible_entries, top_k_per_row_decode, top_k_per_row_prefill
 from cute_kernels.runtime.record import record_calls
 from tests.helpers import check_op
@@ -310,3 +311,12 @@ def test_oracle_orders_as_described() -> None:
     assert top_k([math.nan, -math.inf, 1.0, 1.0], 2) == {2, 3}
     assert top_k([1.0, 2.0, 1.0], 2) == {0, 1}
     assert top_k(np.array([math.nan, math.nan, -math.inf]), 2) == {0, 2}
+
+
+def test_use_pdl_reaches_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[TopKDecodeCall] = []
+    monkeypatch.setattr(ops, "_top_k_decode", calls.append)
+    logits, lengths, out = torch.randn(3, 30), torch.full((3, 1), 30, dtype=INT), torch.zeros(3, 5, dtype=INT)
+    for more in ({}, {"use_pdl": False}, {"use_pdl": True}):
+        top_k_per_row_decode(logits, 1, lengths, out, 3, 30, 1, 5, **more)
+    assert [call.use_pdl for call in calls] == [True, False, True]
