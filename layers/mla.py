@@ -280,7 +280,8 @@ class DeepseekV4MLAAttention(nn.Module):
         columns = self.config.index_topk if self.compress_ratio == 4 else None
         step = m.num_prefill_tokens, m.num_prefills, self.num_heads, entries, columns
         # rows whose results are codes are not split
-        may_split = m.num_decode_tokens > 0 or self.num_heads < LEAST_QUANTIZED_HEADS
+        is_one_call = not m.num_decode_tokens and m.num_prefills <= PREFILL_CHUNK_SIZE
+        may_split = not is_one_call or self.num_heads < LEAST_QUANTIZED_HEADS
         return sparse_mla_prefill_paged_form(*step, window_size=self.window, may_split=may_split, device=device)
 
     def _decode(

@@ -169,7 +169,7 @@ ACCEPTED = (
         )
         for kernels in ("sparse_mla_mixed_fp8", "sparse_mla_mixed_fp8_converted")
     ),
-    Accepted("racecheck", "sparse_mla_mixed_fp8_*", ("LDS.64, STS", "LDS.64, STS.64"), ONE_LANE + IN_ANY_ORDER),
+    Accepted("racecheck", "sparse_mla_mixed_fp8_[0-9]*", ("LDS.64, STS", "LDS.64, STS.64"), ONE_LANE + IN_ANY_ORDER),
     Accepted(
         "racecheck",
         "sparse_mla_prefill_paged*",

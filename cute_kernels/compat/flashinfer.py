@@ -74,7 +74,8 @@ def trtllm_batch_decode_sparse_mla_dsv4(
                          512. With one table and 128 columns compressed_kv_cache may be None; any value of it is ignored
                          with two tables if extra_sparse_indices is None
     workspace_buffer, remapped_sparse_indices_buffer, multi_ctas_kv_counter_buffer
-                         ignored, may be None: nothing needs scratch memory of the caller
+                         ignored, may be None: nothing needs scratch memory of the caller. Calls of many e4m3 rows
+                         allocate up to 128 MiB by themselves
     sparse_indices       one table: int32 [sum_q, 128 + K], any K, one row for every query row; two tables: int32
                          [sum_q, K] or [sum_q, 1, K]. Values outside the cache are skipped
     sparse_topk_lens     one table: int32 [sum_q], the 128 window columns included

@@ -243,11 +243,9 @@ class Prefill(GatherMemory):
             picks = self.topk_indices_buffer[swa_metadata.num_decode_tokens :]
             columns = picks.shape[1]
         end = last = 0
-        for rows, count, entries in self._chunks(swa_metadata, page, columns):
+        for form, rows, count, entries in self._calls(swa_metadata, q, page, columns):
             begin, first, end, last = end, last, end + count, last + rows
             requests, tokens = slice(decodes + begin, decodes + end), slice(first, last)
-            step = rows, count, q.shape[1], entries, columns
-            form = sparse_mla_prefill_paged_form(*step, window_size=window, device=q.device)
             memory = None
             if form == "gathered":
                 size = sparse_mla_prefill_paged_workspace_size(rows, count, entries, columns, window_size=window)
@@ -271,24 +269,33 @@ class Prefill(GatherMemory):
                 form=form,
             )
 
-    def _chunks(self, swa_metadata: Any, page: int | None, columns: int | None) -> Iterator[tuple[int, int, int]]:
-        """(rows, requests, entries of the longest one, in whole pages) of as many prefills at a time as can be gathered
-        into what the engine has reserved for this layer, one at least. page: entries of one; columns: of their lists.
-        """
+    def _calls(
+        self, swa_metadata: Any, q: torch.Tensor, page: int | None, columns: int | None
+    ) -> Iterator[tuple[str, int, int, int]]:
+        """(form, rows, requests, entries of the longest one, in whole pages): all prefills in one call that reads the
+        pages, where that is faster; else as many at a time as can be gathered into what the engine has reserved for
+        this layer, and from its pages one that cannot be. page: entries of one; columns: of their lists."""
         starts = swa_metadata.query_start_loc_cpu.tolist()[swa_metadata.num_decodes :]
-        lengths, most = swa_metadata.prefill_seq_lens_cpu.tolist(), self._gather_bytes()
+        lengths, window = swa_metadata.prefill_seq_lens_cpu.tolist(), self.window_size
 
-        def chunk(begin: int, end: int) -> tuple[int, int, int]:
+        def of(begin: int, end: int) -> tuple[int, int, int]:
             entries = formats.round_up(max(lengths[begin:end]) // self.compress_ratio, page) if page else 0
             return starts[end] - starts[begin], end - begin, entries
 
+        def fits(shape: tuple[int, int, int]) -> bool:
+            return sparse_mla_prefill_paged_workspace_size(*shape, columns, window_size=window) <= self._gather_bytes()
+
+        rows, requests, entries = of(0, len(lengths))
+        step = rows, requests, q.shape[1], entries, columns
+        if sparse_mla_prefill_paged_form(*step, window_size=window, device=q.device) == "paged":
+            yield "paged", rows, requests, entries
+            return
         begin = 0
-        for end in range(1, len(lengths) + 1):
-            if end < len(lengths):
-                shape = *chunk(begin, end + 1), columns
-                if sparse_mla_prefill_paged_workspace_size(*shape, window_size=self.window_size) <= most:
-                    continue
-            yield chunk(begin, end)
+        for end in range(1, requests + 1):
+            if end < requests and fits(of(begin, end + 1)):
+                continue
+            shape = of(begin, end)
+            yield "gathered" if fits(shape) else "paged", *shape
             begin = end
 
 

@@ -695,7 +695,12 @@ def _check_mixed(call: MixedCall) -> None:
     c.require(call.form in MIXED_FORMS, "form", f"one of {MIXED_FORMS}", call.form)
     if call.form == "converted":
         _check_converted(c, call)
-    if call.form == "converted" and call.query.device.type == "cuda":
+    device = call.query.device
+    if (
+        call.form == "converted"
+        and device.type == "cuda"
+        and arch_of(call.query.get_device()) in converted.CONVERT_ARCHS
+    ):
         needed, have = call.converted_bytes, nbytes(call.workspace)
         expected = f"at least {needed} bytes (sparse_mla_mixed_workspace_size)"
         c.require(have >= needed, "workspace", expected, have)
@@ -711,7 +716,8 @@ def _check_converted(c: Checker, call: MixedCall) -> None:
     )
     most = MOST_CONVERTED_BYTES // converted.CONVERTED_ROW_BYTES
     expected = f"caches of at most {most} rows together with form 'converted'"
-    c.require(call.cache_rows <= most, "compressed_kv_cache", expected, call.cache_rows)
+    name = "swa_kv_cache" if call.compressed_kv_cache is None else "compressed_kv_cache"
+    c.require(call.cache_rows <= most, name, expected, call.cache_rows)
 
 
 def _cost_mixed(call: MixedCall) -> Cost:
@@ -743,7 +749,11 @@ _mixed = define_op(
 
 
 def sparse_mla_mixed_workspace_size(swa_rows: int, compressed_rows: int = 0) -> int:
-    """Bytes of workspace for `sparse_mla_mixed` over caches with at most so many rows, those of all pages."""
+    """Bytes of workspace for `sparse_mla_mixed` over caches with at most so many rows, those of all pages. It has to be
+    16-byte aligned on a GPU. Raises ValueError on negative numbers."""
+    c = Checker("sparse_mla_mixed_workspace_size")
+    for name, rows in (("swa_rows", swa_rows), ("compressed_rows", compressed_rows)):
+        c.require(rows >= 0, name, "a number of rows", rows)
     return (swa_rows + compressed_rows) * converted.CONVERTED_ROW_BYTES
 
 
@@ -755,7 +765,10 @@ def _allocate_converted(call: MixedCall) -> torch.Tensor | None:
     if call.form == "converted":
         _check_converted(Checker("sparse_mla_mixed"), call)
     device_index = call.query.get_device()
-    if not call.is_converted(arch_of(device_index), multiprocessors(device_index), MOST_ALLOCATED):
+    arch = arch_of(device_index)
+    if arch not in converted.CONVERT_ARCHS or not call.is_converted(
+        arch, multiprocessors(device_index), MOST_ALLOCATED
+    ):
         return None
     return torch.empty(call.converted_bytes, dtype=torch.uint8, device=call.query.device)
 
@@ -807,9 +820,9 @@ def sparse_mla_mixed(
     return_lse            False: lse is written only if it is given
     workspace             uint8 or fp32 [any], where rows are converted (`sparse_mla_mixed_workspace_size`); None: what
                           is needed is allocated, with form "auto" up to 128 MiB
-    form                  "converted": rows of e4m3 caches are made f16 first, all of them once, with the same bits; on
-                          a GPU for more than 32 heads, on Hopper. "direct": each for every query row that has it.
-                          "auto": as is faster by the shapes of the call, if there is room
+    form                  "converted": rows of e4m3 caches are made f16 first, all of them once, with the same bits; for
+                          more than 32 heads, of GPUs on Hopper. "direct": each for every query row that has it.
+                          "auto": as is faster by shapes alone, the width of sparse_indices included, if there is room
 
     Returns (out, lse), or (out, None) if nobody asks for lse, the natural logarithm, sink not included. A row that
     attends to nothing has out = 0 and lse = +inf. Raises ValueError or TypeError on arguments that do not fit.

@@ -184,10 +184,10 @@ def check(layer: Any) -> None:
     dummy = run(layer, inputs, slice(0, TOKENS), None)
     assert not dummy.any()
     whole = run(layer, inputs, slice(0, TOKENS), real(metadata(layer, decodes=False), layer))
-    gathers = vllm.Prefill._reads_pages
-    vllm.Prefill._reads_pages = lambda self, q, swa_metadata: True  # type: ignore[method-assign]
+    form = vllm.sparse_mla_prefill_paged_form
+    vllm.sparse_mla_prefill_paged_form = lambda *step, **more: "paged"
     paged = run(layer, inputs, slice(0, TOKENS), real(metadata(layer, decodes=False), layer))
-    vllm.Prefill._reads_pages = gathers  # type: ignore[method-assign]
+    vllm.sparse_mla_prefill_paged_form = form
     torch.testing.assert_close(paged, whole, atol=0.02, rtol=0.02)
     last = slice(TOKENS - DECODES, TOKENS)
     decoded = run(layer, inputs, last, real(metadata(layer, decodes=True), layer))

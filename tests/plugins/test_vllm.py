@@ -86,6 +86,7 @@ class Watched:
     def __init__(self, op: Callable[..., Any]) -> None:
         self.op = op
         self.forms: list[str] = []
+        self.needed: list[int] = []
 
     def __call__(self, q: Any, cache: Any, table: Any, starts: Any, lens: Any, *args: Any, **more: Any) -> Any:
         entries, ratio = more["compressed_block_table"], more["compress_ratio"]
@@ -99,6 +100,7 @@ class Watched:
         assert (more["form"] == "gathered") == (more["workspace"] is not None)
         assert more["workspace"] is None or more["workspace"].nbytes >= needed
         self.forms.append(more["form"])
+        self.needed.append(needed)
         return self.op(q, cache, table, starts, lens, *args, **more)
 
 
@@ -152,10 +154,13 @@ def test_both_forms_of_prefill_and_decode_agree(ratio: int, step: type[Step], mo
     monkeypatch.setattr(plugin, "sparse_mla_prefill_paged_form", lambda *step, **more: "gathered")
     layer.forward_mqa(torch.cat([q[last], q, q]), None, positions[last].new_zeros(both.shape[0]), both)
     torch.testing.assert_close(both, torch.cat([decoded, gathered, gathered]), atol=0.01, rtol=0.02)
-    monkeypatch.setattr(plugin.GatherMemory, "_gather_bytes", lambda self: 0)  # one request at a time
-    alone = torch.full_like(both, torch.nan)
-    layer.forward_mqa(torch.cat([q[last], q, q]), None, positions[last].new_zeros(both.shape[0]), alone)
-    torch.testing.assert_close(alone, both, atol=0.01, rtol=0.02)
+    # room for one of two requests at a time, and for none, which is read from its pages
+    for most, form in ((watched.needed[-1] - 1, "gathered"), (0, "paged")):
+        monkeypatch.setattr(plugin.GatherMemory, "_gather_bytes", lambda self, most=most: most)
+        alone = torch.full_like(both, torch.nan)
+        layer.forward_mqa(torch.cat([q[last], q, q]), None, positions[last].new_zeros(both.shape[0]), alone)
+        torch.testing.assert_close(alone, both, atol=0.01, rtol=0.02)
+        assert watched.forms[-3:] == ["gathered" if form == "gathered" else watched.forms[-3], form, form]
 
     if q.is_cuda:
         step.metadata = metadata(layer, decodes=True)
@@ -184,7 +189,11 @@ def test_a_dummy_run_reserves_what_the_engines_does(ratio: int, step: type[Step]
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_as_many_prefills_are_gathered_together_as_there_is_memory_for(ratio: int) -> None:
+def test_as_many_prefills_are_gathered_together_as_there_is_memory_for(
+    ratio: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forms = ["gathered"]
+    monkeypatch.setattr(plugin, "sparse_mla_prefill_paged_form", lambda *step, **more: forms[0])
     layer = make_layer(ratio)
     rows = [100, 3, 90, 7, 11, 60, 5, 64, 30, 1, 80, 25, *[1] * 60]
     lengths = [min(7 * n, MAX_LEN) for n in rows]
@@ -200,7 +209,9 @@ def test_as_many_prefills_are_gathered_together_as_there_is_memory_for(ratio: in
         return (tokens + (end - first) * (127 + entries)) * 1024 + tokens * (-(-width // 4) * 4 + 1) * 4
 
     most, first, ends = fake_vllm.nbytes(layer.gathered()), 0, []
-    for found_rows, count, entries in layer._chunks(swa, page, columns):
+    q = torch.zeros(sum(rows), HEADS, 512)
+    for form, found_rows, count, entries in layer._calls(swa, q, page, columns):
+        assert form == "gathered"
         end = first + count
         assert found_rows == sum(rows[first:end])
         assert entries == (-(-(max(lengths[first:end]) // ratio) // page) * page if page else 0)
@@ -210,6 +221,13 @@ def test_as_many_prefills_are_gathered_together_as_there_is_memory_for(ratio: in
         first = end
     assert ends[-1] == len(rows)
     assert len(ends) > 1
+    # what the engine has not reserved is not asked for
+    monkeypatch.setattr(plugin.GatherMemory, "_gather_bytes", lambda self: bytes_of(1, 2))
+    found = [(form, count) for form, _, count, _ in layer._calls(swa, q, page, columns)]
+    assert ("paged", 1) in found
+    assert ("gathered", 1) in found
+    forms[:] = ["paged"]
+    assert [(form, n) for form, n, *_ in layer._calls(swa, q, page, columns)] == [("paged", sum(rows))]
 
 
 def test_decode_splits_rows_in_the_engines_memory(step: type[Step], monkeypatch: pytest.MonkeyPatch) -> None:
