@@ -14,13 +14,7 @@ from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.sparse_mla import arguments, combine, schedule, select
 from cute_kernels.sparse_mla.arguments import MOST_NUMBERS, misaligned, no_logs
-from cute_kernels.sparse_mla.call import (
-    DecodeCall,
-    MergeCall,
-    MixedCall,
-    PagedCall,
-    PrefillCall,
-)
+from cute_kernels.sparse_mla.call import DecodeCall, MergeCall, MixedCall, PagedCall, PrefillCall
 from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
 from cute_kernels.sparse_mla.params import COUNT_BITS, LEAST_SCALE, UNIT
 
