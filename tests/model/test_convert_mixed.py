@@ -35,19 +35,20 @@ def test_every_row_in_f16(rows: int, window: tuple[int, int, int], compressed: t
     program, memory = parse(compile_report(key).ptx), GlobalMemory(1 << 20)
     sizes = [window, window if compressed is None else compressed]
     caches = [cache(memory, *size, seed) for seed, size in enumerate(sizes)]
-    count = sum(len(codes) for _, _, codes in caches[: 1 if compressed is None else 2])
-    # what lies behind it cannot be written
-    target = memory.reserve(count * 1024)
-    values, first, ctas = [], target, []
+    given = 1 if compressed is None else 2
+    values, ctas = [], []
+    targets: list[int] = []
     for (pages, page_rows, _), (base, stride, codes) in zip(sizes, caches, strict=True):
-        values += [base, stride, pages, *divisor(page_rows), len(codes), first]
-        first += len(codes) * 1024
+        # what lies behind it cannot be written
+        targets.append(memory.reserve(len(codes) * 1024) if len(targets) < given else 0)
+        values += [base, stride, pages, *divisor(page_rows), len(codes), targets[-1]]
         ctas.append(-(-len(codes) // (WARPS * rows)))
     values.append(ctas[0])
-    run_grid(program, pack(program, values), memory, blocks=sum(ctas[: 1 if compressed is None else 2]), size=0)
+    run_grid(program, pack(program, values), memory, blocks=sum(ctas[:given]), size=0)
 
-    found = torch.from_numpy(memory.get(target, (count, 512), np.float16))
-    want = torch.cat([codes.float() for _, _, codes in caches])[:count].half()
+    rows_in = [codes for _, _, codes in caches[:given]]
+    rows_out = [memory.get(at, (len(codes), 512), np.float16) for at, codes in zip(targets, rows_in, strict=False)]
+    found, want = torch.from_numpy(np.concatenate(rows_out)), torch.cat(rows_in).float().half()
     assert want.isnan().any()
     assert torch.equal(found.isnan(), want.isnan())
     assert torch.equal(found.nan_to_num(0.5), want.nan_to_num(0.5))
