@@ -13,7 +13,7 @@ from cute_kernels import numerics
 from cute_kernels.linear.ops import activation_scale_shape
 from cute_kernels.linear.scales import BLOCK
 from cute_kernels.runtime.ops import OPS
-from perf.bench import Arguments, Bench, Case, Run, same_bytes
+from perf.bench import Arguments, Bench, Case, Run, not_dependent, same_bytes
 from perf.grid import draw_rows, mark
 
 OP = "quantize_fp8_1x128"
@@ -84,6 +84,7 @@ QUANTIZE = Bench(
     between=mark(_cases(draw_rows(OP, TOKENS))),
     peers={"torch.compile": _inductor, "vllm-cuda": _vllm},
     variants=_variants,
+    apart=not_dependent,
     peer_same=_same_tokens,
 )
 

@@ -223,6 +223,7 @@ Q_KV_QUANT = Bench(
     between=mark(_cases(_make_q_kv_quant, "q", Q_RANKS, True, BETWEEN_TOKENS)),
     peers={"vllm-triton + torch.compile": _vllm_then_inductor},
     variants=_q_kv_quant_variants,
+    apart=not_dependent,
     same=_quantized_close,
 )
 
