@@ -97,37 +97,49 @@ class Fp8Producer:
     @cute.jit
     def run(self) -> None:
         """Fill the KV ring."""
-        bars, smem, loader = self.bars, self.smem, self.loader
+        loader = self.loader
         loader.start()
         loader.keep(loader.scheduler.first, Int32(1))
         flags = Int32(0)
         turn = Int32(0)
         while flags & END == 0:
-            stage = turn & 3
-            bars.kv.wait_empty(stage, turn >> 2)
-            self.fill_queries(stage)
-            self.arrive_full(stage)
-            turn = self.advance(turn)
+            self.bars.kv.wait_empty(turn & 3, turn >> 2)
+            turn = self.advance(self.give_queries(turn))
             work_tile, parity = ptx.load_shared_64(loader.cursor + KEPT_AT)
             loader.keep(work_tile + loader.scheduler.step, parity ^ 1)
             flags = Int32(0)
             while flags & LAST == 0:
-                # what it has copied behind rows two tiles before is there
-                cute.arch.sync_warp()
-                position = loader.position()
-                place, flags = loader.rows_of(position.slot)
-                stage = turn & 3
-                bars.kv.wait_empty(stage, turn >> 2)
-                store_header(loader, smem.header, stage, place, flags)
-                self.copy_rows_async(place, flags, stage)
-                loader.copy_indices_async(position)
-                loader.advance(position)
-                cute.arch.cp_async_commit_group()
-                self.convert(stage, range(SLABS), smem.kv + stage * KV_STAGE_BYTES, 1)
-                self.arrive_full(stage)
+                flags = self.give_rows(turn)
                 turn = self.advance(turn)
         # no lane ends with copies under way
         cute.arch.cp_async_wait_group(0)
+
+    @cute.jit
+    def give_queries(self, turn: Int32) -> Any:
+        """Give the queries of the kept work tile. Returns the turn, which one may keep elsewhere meanwhile."""
+        stage = turn & 3
+        self.fill_queries(stage)
+        self.arrive_full(stage)
+        return turn
+
+    @cute.jit
+    def give_rows(self, turn: Int32) -> Any:
+        """Give the next tile's rows. Returns its flags."""
+        smem, loader = self.smem, self.loader
+        # what it has copied behind rows two tiles before is there
+        cute.arch.sync_warp()
+        position = loader.position()
+        place, flags = loader.rows_of(position.slot)
+        stage = turn & 3
+        self.bars.kv.wait_empty(stage, turn >> 2)
+        store_header(loader, smem.header, stage, place, flags)
+        self.copy_rows_async(place, flags, stage)
+        loader.copy_indices_async(position)
+        loader.advance(position)
+        cute.arch.cp_async_commit_group()
+        self.convert(stage, range(SLABS), smem.kv + stage * KV_STAGE_BYTES, 1)
+        self.arrive_full(stage)
+        return flags
 
     @cute.jit
     def advance(self, turn: Int32) -> Any:
@@ -248,41 +260,33 @@ class Fp8QueryProducer(Fp8Producer):
     row_dtype: ClassVar[Any] = Float16
 
     @cute.jit
-    def run(self) -> None:
-        """Fill the KV ring."""
-        bars, smem, loader = self.bars, self.smem, self.loader
-        loader.start()
-        loader.keep(loader.scheduler.first, Int32(1))
-        flags = Int32(0)
-        turn = Int32(0)
-        while flags & END == 0:
-            stage = turn & 3
-            bars.kv.wait_empty(stage, turn >> 2)
-            if own_lane() == 0:
-                ptx.store_shared_s32(loader.cursor + KEPT_AT + 8, turn)
-            self.fill_queries(stage)
-            # there is no register for it meanwhile
-            turn = ptx.load_shared_s32(loader.cursor + KEPT_AT + 8)
-            # one lane arrives for what all have stored
-            cute.arch.sync_warp()
-            Producer.arrive_full(self, turn & 3)
-            turn = self.advance(turn)
-            work_tile, parity = ptx.load_shared_64(loader.cursor + KEPT_AT)
-            loader.keep(work_tile + loader.scheduler.step, parity ^ 1)
-            flags = Int32(0)
-            while flags & LAST == 0:
-                cute.arch.cp_async_wait_group(AHEAD - 1)
-                cute.arch.sync_warp()
-                place, flags = loader.next_rows()
-                stage = turn & 3
-                bars.kv.wait_empty(stage, turn >> 2)
-                store_header(loader, smem.header, stage, place, flags)
-                Producer.copy_rows_async(self, place, flags, stage)
-                loader.copy_next_indices_async()
-                Producer.arrive_full(self, stage)
-                turn = self.advance(turn)
-        # no lane ends with copies under way
-        cute.arch.cp_async_wait_group(0)
+    def give_queries(self, turn: Int32) -> Any:
+        """Give the queries of the kept work tile. Returns the turn, which it keeps elsewhere meanwhile."""
+        loader = self.loader
+        if own_lane() == 0:
+            ptx.store_shared_s32(loader.cursor + KEPT_AT + 8, turn)
+        self.fill_queries(turn & 3)
+        # there was no register for it
+        turn = ptx.load_shared_s32(loader.cursor + KEPT_AT + 8)
+        # one lane arrives for what all have stored
+        cute.arch.sync_warp()
+        Producer.arrive_full(self, turn & 3)
+        return turn
+
+    @cute.jit
+    def give_rows(self, turn: Int32) -> Any:
+        """Give the next tile's rows. Returns its flags."""
+        loader = self.loader
+        cute.arch.cp_async_wait_group(AHEAD - 1)
+        cute.arch.sync_warp()
+        place, flags = loader.next_rows()
+        stage = turn & 3
+        self.bars.kv.wait_empty(stage, turn >> 2)
+        store_header(loader, self.smem.header, stage, place, flags)
+        Producer.copy_rows_async(self, place, flags, stage)
+        loader.copy_next_indices_async()
+        Producer.arrive_full(self, stage)
+        return flags
 
 
 # ---- keys
