@@ -115,8 +115,7 @@ def test_decode_of_few_heads(heads: int, first: str, second: str, ctas: int) -> 
     records, make = orders.recorder(program)
     decode.run(program, key.smem_bytes, seed=1, events=make)
     decode.check()
-    # as in test_hopper
-    orders.check(records[0], votes_order=True)
+    orders.check(records[0])
 
 
 @pytest.mark.parametrize(("heads", "ctas"), [(8, 2), *(pytest.param(16, ctas, marks=slow) for ctas in (1, 2))])
@@ -133,5 +132,5 @@ def test_codes_of_few_heads(heads: int, ctas: int) -> None:
     out, lse = plain.results()
     quantized.codes.assert_those_of(out[0].flatten(0, 1), quantized.memory)
     assert torch.equal(quantized.results_of_logits(), lse)
-    # as in test_hopper; where P was there is something else then
-    orders.check(records[0], counts_versions=False, votes_order=True)
+    # where P was there is something else then
+    orders.check(records[0], counts_versions=False)
