@@ -147,6 +147,21 @@ ACCEPTED = (
         ),
         f"{ONE_LANE}, and votes on what lanes have read before one of them changes it{IN_ANY_ORDER} and a vote keeps",
     ),
+    # records, their scales and headers, maxima, sums, and what PV is told of a tile
+    Accepted(
+        "racecheck",
+        "sparse_mla_decode_swap_ab_h*",
+        (
+            "LDGSTS.E.64, LDS.64",
+            "LDS.64, STS",
+            "LDS.64, STS.64",
+            "LDS.64, UBLKCP.S.G",
+            "LDS.128, STS.64",
+            "LDS.128, STS.128",
+            "LDS.128, UBLKCP.S.G",
+        ),
+        f"{ONE_LANE}; clean if every lane arrives{IN_ANY_ORDER}",
+    ),
     # what a warp tells of a tile, and warps that wait for it
     Accepted("racecheck", "sparse_mla_prefill", ("LDS.64, STS.64",), ONE_LANE + IN_ANY_ORDER),
     Accepted("racecheck", "sparse_mla_prefill_quant", ("LDS.64, STS.64",), ONE_LANE + IN_ANY_ORDER),
