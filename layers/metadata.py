@@ -231,11 +231,9 @@ class _Shape(NamedTuple):
 
 _KEYS = ("key_starts", "row_key_starts", "row_key_ends")
 _NO_FIELDS: dict[int, frozenset[str]] = {
-    1: frozenset(
-        ("state_slot_mapping", "compressed_slot_mapping", "visible", "decode_topk_lens", "entry_lens", *_KEYS)
-    ),
-    4: frozenset(("entry_lens",)),
-    128: frozenset(("visible", "entry_lens", *_KEYS)),
+    1: frozenset(("state_slot_mapping", "compressed_slot_mapping", "visible", "decode_topk_lens", *_KEYS)),
+    4: frozenset(),
+    128: frozenset(("visible", *_KEYS)),
 }
 """Arrays that are no field of the metadata of layers of a ratio."""
 

@@ -29,7 +29,6 @@ _OF_KIND = (
     ("decode_swa_lens", "int32"),
     ("visible", "int32"),
     ("decode_topk_lens", "int32"),
-    ("entry_lens", "int32"),
     ("key_starts", "int32"),
     ("row_key_starts", "int32"),
     ("row_key_ends", "int32"),

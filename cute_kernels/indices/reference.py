@@ -266,7 +266,6 @@ def _step_of_kind(
     out["compressed_slot_mapping"][:tokens].copy_(entry_slots.masked_fill(~closes, -1))
     visible = entries.masked_fill(~valid, 0)
     out["visible"][:tokens].copy_(visible)
-    out["entry_lens"][: a.num_requests].copy_(step_views(a, 0)["seq_lens"][: a.num_requests] // ratio)
     out["decode_topk_lens"][:decodes].copy_(visible[:decodes].clamp(max=kind.topk))
     if ratio == 4 and a.key_starts is not None:
         starts = a.key_starts[owners.clamp(min=0).long()].masked_fill(owners < 0, 0)

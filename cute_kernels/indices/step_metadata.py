@@ -339,10 +339,6 @@ class StepKernel:
         ptx.store_global_s32(buffer + room * SHARED_OFFSETS["seq_lens"] + offset, seq_len, is_request)
         ptx.store_global_s32(buffer + room * SHARED_OFFSETS["min_restart"] + offset, restart, is_request)
         ptx.store_global_s32(buffer + room * SHARED_OFFSETS["gather_lens"] + offset, gathered, is_request)
-        for number in range_constexpr(1, 3):
-            start = kinds[number].start
-            place = start + room * KIND_OFFSETS["entry_lens"] + offset
-            ptx.store_global_s32(place, seq_len >> RATIO_BITS[number], is_request and start != 0)
         if batch.key_starts != 0:
             key = ptx.load_global_s32_in_order(batch.key_starts + offset, is_shared=True)
             ptx.store_global_s32(kinds[KEYS_KIND].start + room * KIND_OFFSETS["key_starts"] + offset, key)

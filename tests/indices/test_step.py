@@ -130,7 +130,6 @@ class Step:
             same("compressed_slot_mapping", a["compressed_slot_mapping"], closing)
             visible = [(p + 1) // ratio if slot >= 0 else 0 for slot, (_, p) in zip(slots, rows, strict=True)]
             same("visible", a["visible"], visible)
-            same("entry_lens", a["entry_lens"], [n // ratio for n in self.seq_lens])
             if ratio == 4 and key_starts is not None:
                 same("key_starts", a["key_starts"], key_starts)
                 firsts = [key_starts[r] if r >= 0 else 0 for r, _ in rows]
