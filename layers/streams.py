@@ -24,7 +24,9 @@ def graph_streams(device: torch.device) -> Sequence[torch.cuda.Stream]:
     if device.type != "cuda" or torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
         return ()
     index = torch.cuda.current_device() if device.index is None else device.index
-    if index not in _graph_streams.of:
+    current = torch.cuda.current_stream(index)
+    # torch deals streams out of a pool of 32, over and over: the one that is captured may be ours of a capture before
+    while _graph_streams.of.get(index, current) == current:
         _graph_streams.of[index] = torch.cuda.Stream(index)
     return (_graph_streams.of[index],)
 

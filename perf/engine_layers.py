@@ -26,6 +26,7 @@ import torch
 
 from cute_kernels.formats import FP8_DS_MLA, INDEXER_FP8
 from cute_kernels.plugins import VARIABLE, vllm
+from perf.measure import fixed_streams
 
 KINDS = {"swa": "sliding_attention", "c4a": "compressed_sparse_attention", "c128a": "heavily_compressed_attention"}
 RATIOS = {"swa": 1, "c4a": 4, "c128a": 128}
@@ -178,7 +179,7 @@ class Engine:
         if not issubclass(classes[OURS], DeepseekV4FlashMLAAttention) or classes[OURS] is classes[ENGINES]:
             raise RuntimeError(f"the plug-in chose {classes[OURS].__name__}")
         # the engine's three, which all layers share
-        self.streams = [torch.cuda.Stream() for _ in range(3)] if device == "cuda" else None
+        self.streams = [*fixed_streams()[1:]] if device == "cuda" else None
         self.sides: dict[str, Side] = {}
         number = 0
         with set_current_vllm_config(self.config), torch.device(device), _bfloat16(), torch.no_grad():

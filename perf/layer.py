@@ -47,7 +47,7 @@ from cute_kernels.layers.rotary import RotaryEmbedding
 from cute_kernels.runtime.compile import launch, record_launches
 from cute_kernels.runtime.record import Cost, record_calls
 from perf.grid import BETWEEN, draw
-from perf.measure import OURS, capture, peak, row, skipped, time_apart, time_graphs
+from perf.measure import OURS, capture, fixed_streams, peak, row, skipped, time_apart, time_graphs
 from perf.peers import load_failure
 from perf.timeline import Timeline, profile
 
@@ -71,8 +71,6 @@ ROW_BYTES, KEY_BYTES = 584, 132
 """Of a record of fp8_ds_mla, and of an FP8 key of the indexer."""
 HOST_STEPS = 12
 BUILDS = 12
-PEER_STREAMS = 3
-"""Beside the main one, as engines have them."""
 CONTEXTS = (2000, 200_000)
 """Least and most tokens of cells between those that are tuned."""
 SLOW_ROWS = (33, 47)
@@ -537,7 +535,7 @@ def peers_of(step: Step) -> dict[str, PeerStep | str]:
 
     wanted: dict[str, list[torch.cuda.Stream]] = {peer_layer.NAME: []}
     if step.case.tokens <= AUX_STREAM_MAX_TOKENS:
-        wanted[peer_layer.STREAMS_NAME] = [torch.cuda.Stream() for _ in range(PEER_STREAMS)]
+        wanted[peer_layer.STREAMS_NAME] = [*fixed_streams()[1:]]
     found: dict[str, PeerStep | str] = {}
     for name, streams in wanted.items():
         try:

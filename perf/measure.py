@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -189,12 +189,19 @@ def time_apart(
     return {name: timing.median - own for name, timing in timings.items()}, own
 
 
+@cache
+def fixed_streams() -> tuple[torch.cuda.Stream, ...]:
+    """That of captures, and three beside it for what runs side by side. torch deals streams out of a pool of 32, over
+    and over: one that was asked for at another time may be the one that captures, and then nothing runs beside it."""
+    return tuple(torch.cuda.Stream() for _ in range(4))
+
+
 def capture(
     calls: Sequence[Call], bytes_per_set: float = 0.0, flops_per_set: float = 0.0, target_us: float = 0.0
 ) -> tuple[torch.cuda.CUDAGraph, int]:
     """(a graph of the calls, how many it holds): each once, or in turns if what they touch is more than L2 holds, until
     the graph takes `target_us` if calls are as fast as memory and tensor cores."""
-    stream = torch.cuda.Stream()
+    stream = fixed_streams()[0]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:

@@ -14,6 +14,7 @@ from cute_kernels.runtime.ops import FALLBACK_VARIABLE
 from cute_kernels.runtime.record import record_calls
 from layers import BlockTables, deepseek_v4_attention, forward_context, register_layer, unregister_layer
 from layers.metadata import DeepseekV4Metadata
+from layers.streams import graph_streams
 from tests.helpers import raw_bytes
 from tests.layers.engine import KINDS, NO_PAGE, Engine, Request, hidden_rows, make_layer
 
@@ -188,3 +189,16 @@ def test_steps_are_made_of_kernels(ratio: int, options: dict[str, Any]) -> None:
         decoder.eager(decoder.prepare(STEPS[0], 1))
     ran = {call.op: call.implementation for call in recording.calls if not call.op.startswith("linear")}
     assert {op for op, implementation in ran.items() if implementation != "kernel"} == set()
+
+
+def test_a_capture_on_the_layers_own_stream_takes_another_one() -> None:
+    """torch deals streams out of a pool over and over, so a stream of an engine may be it."""
+    device, x = torch.device("cuda", torch.cuda.current_device()), torch.zeros(1, device="cuda")
+    captured, found = torch.cuda.Stream(), []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=captured):
+            found += graph_streams(device)
+            x.add_(1)
+        captured = found[-1]
+    assert found[0] != found[1]

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 import torch
 
+from layers import streams
 from layers.streams import run_on_streams, start_on_streams
 
 
@@ -22,9 +24,23 @@ class Unused:
 @pytest.mark.parametrize("count", [0, 1])
 @pytest.mark.parametrize("is_first_ahead", [False, True])
 def test_fewer_than_two_tasks_take_no_stream(count: int, is_first_ahead: bool) -> None:
-    streams = [cast("torch.cuda.Stream", Unused())]
+    unused = [cast("torch.cuda.Stream", Unused())]
     tasks: list[Callable[[], torch.Tensor]] = [lambda: torch.ones(3)] * count
-    results, join = start_on_streams(tasks, streams, torch.device("cuda"), is_first_ahead)
+    results, join = start_on_streams(tasks, unused, torch.device("cuda"), is_first_ahead)
     join()
     assert [x.tolist() for x in results] == [[1.0] * 3] * count
-    assert len(run_on_streams(tasks, streams, torch.device("cuda"))) == count
+    assert len(run_on_streams(tasks, unused, torch.device("cuda"))) == count
+
+
+def test_the_stream_of_a_captured_step_is_not_the_one_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams come out of a pool that begins again; one is kept until it is itself captured."""
+    dealt, current = itertools.cycle(["s0", "s1", "s2"]), ["s0"]
+    monkeypatch.setattr(streams, "_graph_streams", streams._GraphStreams())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: current[0])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda index: next(dealt))
+    found = []
+    for captured in ("s0", "s2", "s1", "s1", "s0", "s2"):
+        current[0] = captured
+        found += streams.graph_streams(torch.device("cuda", 0))
+    assert found == ["s1", "s1", "s2", "s2", "s2", "s0"]
