@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Picks of rows that the registers of a CTA hold: no bound and no lists of candidates, whatever the share of picks.
-Rows of up to 8192 columns; topk_select.HELD says which of them come here. Read topk.py first: orders, places, bins,
-`Here`, `Part`, `share` and `groups` are explained there.
+Rows of up to 8192 columns; topk_select.HELD says which of them come here, and where rows may be longer each CTA decides
+(AnyRow). Read topk.py first: orders, places, bins, `Here`, `Part`, `share` and `groups` are explained there.
 
     scores   gmem --> registers --best, worst--> bins of equal width --histogram--> the bin with the k-th best
              (calls of few rows ask for all columns while the row's bounds come, and drop those outside)
@@ -48,7 +48,9 @@ from cute_kernels.indexer.topk import (
     Bins,
     Here,
     Part,
+    RowPicks,
     Scale,
+    TopKConfig,
     TopKKernel,
     TopKKey,
     finest,
@@ -406,7 +408,38 @@ class HeldRow:
             slots.write(here.at + self.config.picks, start + here.lane, 32, start + total, out)
 
 
-# ---- key
+# ---- rows of any length
+
+
+class AnyRow:
+    """Of a row that a CTA takes: what its registers hold as HeldRow, a longer one as topk.RowPicks. Of rows of unequal
+    lengths the short ones would take as long as the longest: with a chunk or two a warp bounds are poor and lists long.
+    """
+
+    is_early = False
+
+    def __init__(self, config: TopKConfig) -> None:
+        self.held = HeldRow(HeldConfig(config.warps, min(config.vectors, MOST_VECTORS)), False)
+        self.longer = RowPicks(config)
+
+    @cute.jit
+    def clear(self, here: Here) -> None:
+        """What must be zero at first. A barrier follows, in `select`."""
+        self.held.clear(here)
+        self.longer.clear(here)
+
+    @cute.jit
+    def select(
+        self, here: Here, part: Part, held: Any, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots
+    ) -> None:
+        """As of topk.RowPicks."""
+        if part.stop <= self.held.config.places:
+            self.held.select(here, part, None, k, share, groups, out, slots)
+        else:
+            self.longer.select(here, part, None, k, share, groups, out, slots)
+
+
+# ---- keys
 
 
 @dataclass(frozen=True)
@@ -425,3 +458,23 @@ class HeldTopKKey(TopKKey):
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         return TopKKernel(self, HeldRow(self.config, self.is_spread)), self.arguments()
+
+
+@dataclass(frozen=True)
+class AnyTopKKey(TopKKey):
+    """Rows of any length that a CTA takes; cluster is 1."""
+
+    kernel_name: ClassVar[str] = "indexer.topk_any"
+    entry: ClassVar[str] = "top_k_per_row_any"
+
+    @property
+    def row(self) -> AnyRow:
+        """How the picks of a row are found."""
+        return AnyRow(self.config)
+
+    @property
+    def smem_bytes(self) -> int:
+        return max(super().smem_bytes, self.row.held.config.smem_bytes)
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        return TopKKernel(self, self.row), self.arguments()

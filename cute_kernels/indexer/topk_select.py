@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.indexer.call import AllVisibleCall, TopKDecodeCall, TopKPrefillCall
 from cute_kernels.indexer.topk import CLUSTER_ARCHS, GROUPS, TopKKey
-from cute_kernels.indexer.topk_held import HeldTopKKey
+from cute_kernels.indexer.topk_held import AnyTopKKey, HeldTopKKey
 from cute_kernels.models import ModelConfig, has_indexer
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_of
 from cute_kernels.runtime.compile import launch as launch_key
@@ -100,16 +100,22 @@ MOST_CHOICES = 1024
 """Kernels that are remembered by rows, width and k."""
 
 
+def of_shape(arch: str, warps: int, vectors: int, cluster: int = 1, tiles: int = 1, is_spread: bool = False) -> TopKKey:
+    """The kernel of CTAs of that shape for rows that may be longer than those of HELD."""
+    kind = AnyTopKKey if cluster == 1 else TopKKey
+    return kind(arch, warps, vectors, cluster, tiles, is_spread)
+
+
 def keys_of(arch: str) -> list[TopKKey]:
     """All kernels of an architecture: those for which a CTA is enough, by capacity, then others."""
     has_clusters = arch in CLUSTER_ARCHS
     held = [HeldTopKKey(arch, *few, is_spread=True) for _, (few, _, _), _ in HELD if has_clusters]
     held += [HeldTopKKey(arch, *shape) for shape in dict.fromkeys(s for _, (_, *shapes), _ in HELD for s in shapes)]
-    spread = [TopKKey(arch, *shape, is_spread=True) for shape in SPREAD if has_clusters]
+    spread = [of_shape(arch, *shape, is_spread=True) for shape in SPREAD if has_clusters]
     chosen = [*(shape for *_, shape in CHOICES), LONG_LISTS] if has_clusters else []
-    keys = [TopKKey(arch, *shape) for shape in dict.fromkeys((*SHAPES, MANY, *chosen))]
+    keys = [of_shape(arch, *shape) for shape in dict.fromkeys((*SHAPES, MANY, *chosen))]
     fitting = [key for key in (*held, *spread, *keys) if key.smem_bytes <= SMEM_BYTES[arch]]
-    large, small = (TopKKey(arch, *shape) for shape in SHAPES[2:4])
+    large, small = (of_shape(arch, *shape) for shape in SHAPES[2:4])
     return [key for key in fitting if key != small or has_clusters or large not in fitting]
 
 
@@ -122,12 +128,13 @@ def key_for(arch: str, rows: int, width: int, k: int) -> TopKKey:
             return HeldTopKKey(arch, *shapes[0 if is_spread else 2 if is_many else 1], is_spread=is_spread)
     if has_clusters:
         for fewer, more, picks, shape in CHOICES:
-            key = TopKKey(arch, *shape)
+            key = of_shape(arch, *shape)
             if rows < fewer and more < width <= key.capacity and k <= picks:
                 return key
-        if k > PICKS and width <= TopKKey(arch, *LONG_LISTS).capacity:
-            return TopKKey(arch, *LONG_LISTS)
-    many = TopKKey(arch, *MANY)
+        lists = of_shape(arch, *LONG_LISTS)
+        if k > PICKS and width <= lists.capacity:
+            return lists
+    many = of_shape(arch, *MANY)
     if is_many and width <= many.capacity:
         return many
     keys = [key for key in keys_of(arch) if not isinstance(key, HeldTopKKey)]

@@ -12,8 +12,8 @@ from cute_kernels.runtime.report import problems
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indexer.topk import CLUSTER_ARCHS, TopKKey
-from cute_kernels.indexer.topk_held import HeldTopKKey
+from cute_kernels.indexer.topk import CLUSTER_ARCHS
+from cute_kernels.indexer.topk_held import MOST_VECTORS, AnyTopKKey, HeldTopKKey
 from cute_kernels.indexer.topk_select import MANY, PICKS, deployment_keys, groups_for, key_for, keys_of, share_for
 from cute_kernels.models import MODELS
 from tests.compile.reports import RESERVED, compile_report
@@ -29,7 +29,7 @@ ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_89", "sm_120a")
 def test_compiles(arch: str, pytestconfig: pytest.Config) -> None:
     keys = deployment_keys(MODELS["v4-flash"], 1, arch)
     chosen = of_run(keys, pytestconfig) if arch == "sm_90a" else [keys[0], keys[-1]]
-    for key in dict.fromkeys((*chosen, TopKKey(arch, *MANY))):
+    for key in dict.fromkeys((*chosen, AnyTopKKey(arch, *MANY))):
         report = compile_report(key)
         assert problems(key, report) == []
         assert (report.stack, report.smem) == (0, key.smem_bytes)
@@ -46,9 +46,12 @@ def test_compiles(arch: str, pytestconfig: pytest.Config) -> None:
         assert report.registers * 32 * warps <= 65536
         if report.in_sass is not None:
             sass = report.in_sass
-            loads = sass.places(r"\bLDG\.E\.128")
-            # all of a tile are on their way before one is waited for
-            assert loads[key.vectors - 1] < min(i for i in sass.places("FMNMX") if i > loads[0])
+            loads, maxima = sass.places(r"\bLDG\.E\.128"), sass.places("FMNMX")
+            # all of a held row, and all of a tile, are on their way before one is waited for
+            for number in [min(MOST_VECTORS, key.vectors)] * isinstance(key, AnyTopKKey) + [key.vectors]:
+                waits = min(i for i in maxima if i > loads[0])
+                assert loads[number - 1] < waits
+                loads = [i for i in loads if i > waits]
 
 
 @pytest.mark.parametrize("arch", sorted(SMEM_BYTES))

@@ -122,12 +122,13 @@ PATTERNS: dict[str, Callable[[int, int, int], torch.Tensor]] = {
 
 def keys() -> list[Any]:
     from cute_kernels.indexer.topk import TopKKey
+    from cute_kernels.indexer.topk_held import AnyTopKKey
     from cute_kernels.indexer.topk_select import keys_of
     from cute_kernels.runtime.arch import arch_of
 
     arch = arch_of(0)
     more = [TopKKey(arch, 16, 4, 2), TopKKey(arch, 8, 2, 4, 3)] if keys_of(arch)[-1].cluster > 1 else []
-    small = TopKKey(arch, 16, 8, 1, 16)  # where there is less shared memory than on some
+    small = AnyTopKKey(arch, 16, 8, 1, 16)  # where there is less shared memory than on some
     return list(dict.fromkeys((*keys_of(arch), *more, small)))
 
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer.topk import TopKKey
-from cute_kernels.indexer.topk_held import HeldTopKKey
+from cute_kernels.indexer.topk_held import AnyTopKKey, HeldTopKKey
 from cute_kernels.indexer.topk_select import groups_for, share_for
 from tests.compile.reports import compile_report
 from tests.model import orders
@@ -110,6 +110,7 @@ def picks(
 
 KEYS = [
     *(TopKKey("sm_90a", *shape) for shape in ((8, 4, 1, 8), (16, 8, 1, 2), (8, 4, 1, 1))),
+    AnyTopKKey("sm_90a", 8, 4, 1, 8),
     HeldTopKKey("sm_90a", 10, 4),
     *(HeldTopKKey("sm_90a", *shape, is_spread=True) for shape in ((8, 4), (8, 1))),
 ]
