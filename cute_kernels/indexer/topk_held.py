@@ -163,17 +163,17 @@ class HeldRow:
             ptx.store_shared_64(here.at + self.config.late, each, part.first)
         if const_expr(held is not None):
             self.cut(here, part, each, scores)
-        best = pairwise([scores[i] for i in range(4 * self.vectors)], ptx.max_f32)
-        worst = pairwise([scores[i] for i in range(4 * self.vectors)], ptx.min_f32)
-        first, last = self.extremes(here, ptx.descending_order(best), ptx.descending_order(worst))
+        first, last = self.extremes(here, *self.bounds(part, each, scores, k))
         best, worst = ptx.of_descending_order(first), ptx.of_descending_order(last)
         width = ptx.sub_rn(best, worst)
 
-        sure, tied, wanted, count = Int32(0), Int32(0), Int32(k), Int32(NEVER)
+        sure, tied, wanted, count = Int32(0), Int32(0), Int32(k), Int32(0)
         is_near = ptx.abs_f32(best) <= width * Float32(MOST_RANGES)
         if (width >= Float32(LEAST_RANGE)) & (width < Float32(float("inf"))) & is_near:
             sure, tied, wanted, count = self.pick_by_scores(here, scores, best, width, k)
-        else:
+        if count == 0:
+            # such bins are no good, or fewer than k scores are in them
+            sure, tied, wanted, count = Int32(0), Int32(0), Int32(k), Int32(NEVER)
             for i in range_constexpr(4 * self.vectors):
                 tied = tied | (Int32(scores[i] == scores[i]) << i)
             cute.arch.sync_threads()  # all have read the extremes before the next ones take their place
@@ -198,11 +198,30 @@ class HeldRow:
         self.write(here, sure, out, slots)
 
     @cute.jit
+    def bounds(self, part: Part, each: Int32, scores: cute.Tensor, k: Int32) -> tuple[Any, Any]:
+        """Orders of the thread's best score, and of one such that probably k scores reach the worst of all threads'.
+
+        If groups of n scores have T best scores, the worst of these is reached by all but (1 / T)^(1 / n) of random
+        scores, and by fewer than a share of 2 / n in one of exp(T / e^2) rows. The fewer are in bins, the finer these
+        are, and the less often two lanes of a warp want the same bank. Where k is more, it is the worst score."""
+        halves = []
+        for half in range_constexpr(2):
+            columns = [4 * i + j for i in range(self.vectors) for j in (half, half + 2)]
+            halves.append(pairwise([scores[i] for i in columns], ptx.max_f32))
+        best = last = ptx.max_f32(*halves)
+        if k * 2 * each > part.stop:
+            if k * cutlass.max(each, Int32(2)) <= part.stop:
+                last = ptx.min_f32(*halves)
+            else:
+                last = pairwise([scores[i] for i in range(4 * self.vectors)], ptx.min_f32)
+        return ptx.descending_order(best), ptx.descending_order(last)
+
+    @cute.jit
     def pick_by_scores(
         self, here: Here, scores: cute.Tensor, best: Float32, width: Float32, k: Int32
     ) -> tuple[Any, Any, Any, Any]:
         """(marks of what is better than the bin of the k-th best; marks of that bin; how many of these are wanted, and
-        how many there are: 0 if there are fewer than k numbers, all of which are better then). Bins of equal width."""
+        how many there are: 0 if fewer than k scores are in bins). Bins of equal width."""
         factor = Float32(BINS - 2) * ptx.reciprocal(width)
         zero, minus = ptx.fma_rn(best, factor, Float32(BIN_ZERO)), ptx.sub_rn(Float32(0.0), factor)
         bins_at = here.at - Int32(BIN_ZERO_BITS * 4 & 0x7FFFFFFF)

@@ -133,6 +133,15 @@ def test_picks(key: TopKKey, pattern: str) -> None:
         assert np.array_equal(got, expected(scores[start:end], k)), (k, columns, start)
 
 
+def test_fewer_than_k_scores_reach_the_bound() -> None:
+    """Of a held row: each thread has one score that is better than any of the others."""
+    key, k, column = HeldTopKKey("sm_90a", 8, 4, is_spread=True), 512, np.arange(4096)
+    assert k * 2 * key.vectors == len(column), "more would have another bound"
+    scores = np.random.default_rng(1).standard_normal(len(column)).astype(np.float32)
+    scores[(column % 4 == 1) & (column // 128 % key.vectors == 2)] += 100
+    assert np.array_equal(picks(key, scores, 0, len(column), k), expected(scores, k))
+
+
 @pytest.mark.parametrize("key", KEYS, ids=IDS)
 @pytest.mark.parametrize("pattern", ["normal", "equal", "zeros", "mostly nan", "large", "unsampled"])
 def test_in_any_order(key: TopKKey, pattern: str) -> None:
