@@ -53,6 +53,7 @@ from cute_kernels.indexer.topk import (
     TopKConfig,
     TopKKernel,
     TopKKey,
+    chosen,
     finest,
 )
 from cute_kernels.indexer.topk_slots import Slots
@@ -351,12 +352,13 @@ class HeldRow:
         config = self.config
         if tied != 0:
             number = ptx.fetch_add_shared(here.at + config.number, cute.arch.popc(tied), False)
-            for i in range_constexpr(4 * self.vectors):
-                if (tied >> i) & 1 != 0:
-                    code = (here.warp << CODE_BITS) | (here.lane * 4 + (i // 4 * CHUNK + i % 4))
-                    order = Int32(ptx.descending_order(scores[i]))
-                    ptx.store_shared_64(here.at + config.ranked + number * 8, order, code)
-                    number += 1
+            while tied != 0:
+                bit = cute.arch.popc((tied & -tied) - 1)
+                tied = tied & (tied - 1)
+                code = (here.warp << CODE_BITS) | (here.lane * 4 + ((bit >> 2) * CHUNK + (bit & 3)))
+                order = Int32(ptx.descending_order(chosen(scores, bit)))
+                ptx.store_shared_64(here.at + config.ranked + number * 8, order, code)
+                number += 1
         cute.arch.sync_threads()
         others = []
         for number in [here.lane + first for first in range(0, HELD_RANKED, 32)]:
