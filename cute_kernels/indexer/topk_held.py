@@ -151,6 +151,10 @@ class HeldRow:
     def clear(self, here: Here) -> None:
         """What must be zero at first. A barrier follows, in `select`."""
         self.bins.clear(here, 0, 4 * BINS)
+        self.clear_counts(here)
+
+    @cute.jit
+    def clear_counts(self, here: Here) -> None:
         self.bins.clear(here, self.config.counts, self.config.late - self.config.counts)
 
     @cute.jit
@@ -446,8 +450,8 @@ class AnyRow:
     @cute.jit
     def clear(self, here: Here) -> None:
         """What must be zero at first. A barrier follows, in `select`."""
-        self.held.clear(here)
-        self.longer.clear(here)
+        self.held.clear_counts(here)
+        self.longer.clear(here)  # bins, too
 
     @cute.jit
     def select(
