@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picks of rows that the registers of a CTA hold: no bound and no lists of candidates, whatever the share of picks.
+"""Picks of rows that the registers of a CTA hold: no lists of candidates, whatever the share of picks.
 Rows of up to 8192 columns; topk_select.HELD says which of them come here, and where rows may be longer each CTA decides
 (AnyRow). Read topk.py first: orders, places, bins, `Here`, `Part`, `share` and `groups` are explained there.
 
-    scores   gmem --> registers --best, worst--> bins of equal width --histogram--> the bin with the k-th best
+    scores   gmem --> registers --best, bound--> bins of equal width --histogram--> the bin with the k-th best
              (calls of few rows ask for all columns while the row's bounds come, and drop those outside)
     -------- barrier (Bins.extremes), and two in Bins.find ---------------------------------------------------
     marks    of a thread's scores: surely picked (better bins), tied (that bin)
@@ -14,8 +14,9 @@ Rows of up to 8192 columns; topk_select.HELD says which of them come here, and w
 
 Bins are of scores, not of their bits: half of all fp32 numbers lie between a small negative and a small positive one.
 A bin is one fused multiplication and addition, whose rounding makes it whole, so it is monotonic in the score. Where
-the best and the worst score are too far apart, or too close, or both too far from zero, and where too many share a bin,
-bins of orders (topk.Scale) take over, each time for the tied ones only, and each time with the barriers of the first.
+the best score and the bound (`bounds`) are too far apart, or too close, or both too far from zero, where fewer than k
+scores reach the bound, and where too many share a bin, bins of orders (topk.Scale) take over, each time for the tied
+ones only, and each time with the barriers of the first.
 
 A warp has neighbouring chunks, so its picks are neighbours as well:
 
@@ -67,7 +68,7 @@ CODE_BITS = 12
 """Of a code, those that say which of its warp's columns it is."""
 
 LEAST_RANGE = 2.0**-64
-"""Between the best score and the worst: with less, what divides it by bins may be infinite."""
+"""Between the best score and the bound: with less, what divides it by bins may be infinite."""
 
 MOST_RANGES = 4096.0
 """From zero to the best score, at most: 2^21 bins, of the 2^22 that BIN_ZERO has room for."""
@@ -204,11 +205,13 @@ class HeldRow:
 
     @cute.jit
     def bounds(self, part: Part, each: Int32, scores: cute.Tensor, k: Int32) -> tuple[Any, Any]:
-        """Orders of the thread's best score, and of one such that probably k scores reach the worst of all threads'.
+        """Orders of the thread's best score, and of one of its scores: the worst of all threads' is probably reached by
+        k scores, and by few more. If it is not, bins of orders take over.
 
-        If groups of n scores have T best scores, the worst of these is reached by all but (1 / T)^(1 / n) of random
-        scores, and by fewer than a share of 2 / n in one of exp(T / e^2) rows. The fewer are in bins, the finer these
-        are, and the less often two lanes of a warp want the same bank. Where k is more, it is the worst score."""
+        It is the best one of n of the thread's scores. If T groups of n random scores have it, all but (1 / T)^(1 / n)
+        reach the worst of them, and fewer than 2 / n in less than one of exp(T / 16) rows. The fewer scores are in
+        bins, the finer bins are, and the less often two lanes of a warp want the same bank. With more picks it is the
+        thread's worst score."""
         halves = []
         for half in range_constexpr(2):
             columns = [4 * i + j for i in range(self.vectors) for j in (half, half + 2)]

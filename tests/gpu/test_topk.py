@@ -100,6 +100,13 @@ def outlier(rows: int, columns: int, seed: int) -> torch.Tensor:
     return x
 
 
+def sixteenth(rows: int, columns: int, seed: int) -> torch.Tensor:
+    """Each thread that holds four vectors has one of the best scores: as many as threads reach the worst of these."""
+    x, column = normal(1.0, 0.0)(rows, columns, seed), torch.arange(columns, device="cuda")
+    x[:, (column % 4 == 1) & (column // 128 % 4 == 2)] += 100
+    return x
+
+
 PATTERNS: dict[str, Callable[[int, int, int], torch.Tensor]] = {
     "normal": normal(1.0, 0.0),
     "near": normal(1.0, 100.0),
@@ -117,6 +124,7 @@ PATTERNS: dict[str, Callable[[int, int, int], torch.Tensor]] = {
     "falling": ramp(-1.0),
     "blocks": blocks,
     "outlier": outlier,
+    "sixteenth": sixteenth,
 }
 
 
