@@ -4,7 +4,7 @@
 A row of at most k columns has all of them written, without a look at its scores. The picks come in ascending order,
 whatever the shape of the CTA, so a row's result is the same bits in every call. Scores are compared by `order`, a sort
 key of 32 bits (`descending_order`): the smaller, the better; NaN last. A longer row goes through these phases, or
-through those of topk_held.py, which takes rows of up to 8192 columns:
+through those of topk_held.py, if the registers of a CTA hold it:
 
     threshold    a bound that at least k elements reach, and little more than k: "candidates"      bound_of_*
       |  sync    all warps' bounds become one

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Picks of rows that the registers of a CTA hold: no lists of candidates, whatever the share of picks.
-Rows of up to 8192 columns; topk_select.HELD says which of them come here, and where rows may be longer each CTA decides
-(AnyRow). Read topk.py first: orders, places, bins, `Here`, `Part`, `share` and `groups` are explained there.
+Rows of up to 16384 columns; topk_select.HELD and HELD_BY_FEW say which of them come here, and where rows may be longer
+each CTA decides (AnyRow). Read topk.py first: orders, places, bins, `Here`, `Part`, `share` and `groups` are explained
+there.
 
     scores   gmem --> registers --best, bound--> bins of equal width --histogram--> the bin with the k-th best
              (calls of few rows ask for all columns while the row's bounds come, and drop those outside)
@@ -461,10 +462,11 @@ class AnyRow:
         self, here: Here, part: Part, held: Any, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots
     ) -> None:
         """As of topk.RowPicks."""
-        if part.stop <= self.held.config.places:
-            self.held.select(here, part, None, k, share, groups, out, slots)
-        else:
+        # what comes first in the code needs no jump, and long rows take the longest
+        if part.stop > self.held.config.places:
             self.longer.select(here, part, None, k, share, groups, out, slots)
+        else:
+            self.held.select(here, part, None, k, share, groups, out, slots)
 
 
 # ---- keys

@@ -14,7 +14,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer.topk import CLUSTER_ARCHS
 from cute_kernels.indexer.topk_held import MOST_VECTORS, AnyTopKKey, HeldTopKKey
-from cute_kernels.indexer.topk_select import MANY, PICKS, deployment_keys, groups_for, key_for, keys_of, share_for
+from cute_kernels.indexer.topk_select import MANY, deployment_keys, groups_for, key_for, keys_of, share_for
 from cute_kernels.models import MODELS
 from tests.compile.reports import RESERVED, compile_report
 from tests.compile.sampling import of_run
@@ -47,8 +47,8 @@ def test_compiles(arch: str, pytestconfig: pytest.Config) -> None:
         if report.in_sass is not None:
             sass = report.in_sass
             loads, maxima = sass.places(r"\bLDG\.E\.128"), sass.places("FMNMX")
-            # all of a held row, and all of a tile, are on their way before one is waited for
-            for number in [min(MOST_VECTORS, key.vectors)] * isinstance(key, AnyTopKKey) + [key.vectors]:
+            # all of a tile, and all of a held row, are on their way before one is waited for
+            for number in [key.vectors] + [min(MOST_VECTORS, key.vectors)] * isinstance(key, AnyTopKKey):
                 waits = min(i for i in maxima if i > loads[0])
                 assert loads[number - 1] < waits
                 loads = [i for i in loads if i > waits]
@@ -68,8 +68,7 @@ def test_every_row_has_its_kernel(arch: str) -> None:
             assert key in keys
             assert width <= key.capacity
             assert key.cluster == 1 or rows < 15 or width > 1 << 19
-            widest = 16384 if k <= PICKS else 8192
-            assert key.is_spread == (rows < 5000 and width <= widest and arch in CLUSTER_ARCHS)
+            assert key.is_spread == (rows < 5000 and width <= 16384 and arch in CLUSTER_ARCHS)
         assert key_for(arch, rows, 2 * most, k).capacity == most
 
 
@@ -81,7 +80,7 @@ def test_few_long_rows_are_shared() -> None:
 @pytest.mark.parametrize(("rows", "columns", "k", "warps"), [
     (1, 4096, 1, 16), (5000, 4096, 1, 8), (5000, 4097, 512, 10), (1, 5120, 1, 20), (263, 5121, 1, 12),
     (264, 6144, 1024, None), (264, 6144, 1025, 12), (1, 8192, 1, 16), (264, 8192, 1025, 16), (264, 8192, 1024, None),
-    (1, 8193, 4096, None),
+    (1, 8193, 4096, 20), (128, 10241, 1, 24), (128, 16384, 512, 32), (129, 8193, 512, None), (1, 16385, 512, None),
 ])  # fmt: skip
 def test_rows_that_registers_hold(rows: int, columns: int, k: int, warps: int | None) -> None:
     key = key_for("sm_90a", rows, columns, k)
