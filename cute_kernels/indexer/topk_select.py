@@ -128,9 +128,9 @@ def key_for(arch: str, rows: int, width: int, k: int) -> TopKKey:
     for most, shapes, of_many in HELD:
         if width <= most and (not is_many or k > of_many):
             return HeldTopKKey(arch, *shapes[0 if is_spread else 2 if is_many else 1], is_spread=is_spread)
-    for most, shape in HELD_BY_FEW:
+    for most, few in HELD_BY_FEW:
         if is_spread and width <= most:
-            return HeldTopKKey(arch, *shape, is_spread=True)
+            return HeldTopKKey(arch, *few, is_spread=True)
     if has_clusters:
         for fewer, more, picks, shape in CHOICES:
             key = of_shape(arch, *shape)
