@@ -43,7 +43,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"warps": 32, "vectors": 4, "cluster": 8, "tiles": 8},
     {"warps": 16, "vectors": 8, "cluster": 8, "tiles": 8},
 )
-"""Fields of TopKKey. Those that are too small for a row, or hold it more than fourfold, are not run."""
+"""Arguments of topk_select.of_shape. Those that are too small for a row, or hold it more than fourfold, are not run."""
 
 WORKSPACE = 1 << 20
 """Bytes that vLLM's cooperative and persistent kernels get, as its layers do."""
@@ -146,14 +146,13 @@ def _vllm(name: str) -> Callable[[], Run]:
 
 def _variants(op: str) -> dict[str, Run]:
     from cute_kernels.indexer import topk_select
-    from cute_kernels.indexer.topk import TopKKey
     from cute_kernels.runtime.arch import arch_of
 
     bounds_of = topk_select.decode_bounds if op == "decode" else topk_select.prefill_bounds
 
     def run(fields: dict[str, Any], logits: Any, *rest: Any) -> None:
         *bounds, out, rows, k = rest if op == "prefill" else _local(rest)
-        key = TopKKey(arch_of(0), **fields)
+        key = topk_select.of_shape(arch_of(0), **fields)
         if not logits.shape[1] <= key.capacity <= 4 * logits.shape[1]:
             raise NotImplementedError(f"holds rows of {key.capacity} columns")
         topk_select.launch_with(key, logits, *bounds_of(*bounds), out, rows, k)

@@ -17,7 +17,8 @@ blackwell/             logits.py: tcgen05, FP8 and MXFP4
 mma_sync/              logits.py: every architecture from sm_80 on
 query.py               queries rotated and quantized
 gather.py              keys gathered from pages
-topk.py                picks; topk_held.py: of rows that registers hold; topk_slots.py: picks as slots of a cache;
+topk.py                picks; topk_held.py: of rows that registers hold, and of those among longer ones;
+                       topk_slots.py: picks as slots of a cache;
                        topk_select.py: which kernel picks, and how its ops launch it
 block_maxima.py        kernel: the largest score of each block of keys, for candidate blocks; block_picks.py: of long
                        rows, in which only blocks that reach a bound are listed and picked from

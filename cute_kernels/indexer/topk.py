@@ -4,7 +4,7 @@
 A row of at most k columns has all of them written, without a look at its scores. The picks come in ascending order,
 whatever the shape of the CTA, so a row's result is the same bits in every call. Scores are compared by `order`, a sort
 key of 32 bits (`descending_order`): the smaller, the better; NaN last. A longer row goes through these phases, or
-through those of topk_held.py, which takes rows of up to 8192 columns:
+through those of topk_held.py, if the registers of a CTA hold it:
 
     threshold    a bound that at least k elements reach, and little more than k: "candidates"      bound_of_*
       |  sync    all warps' bounds become one
@@ -364,20 +364,14 @@ class Bins:
     @cute.jit
     def find_lane(self, own: Int32, wanted: Int32) -> tuple[Any, Any, Any]:
         """What `find` returns, by the bins at the address of each lane."""
-        sums, total = [], Int32(0)
+        sums = [Int32(0)]
         for i in range_constexpr(OWN // 4):
-            for number in ptx.load_shared_128(own + 16 * i):
-                total += number
-                sums.append(total)
+            one, two, three, four = ptx.load_shared_128(own + 16 * i)
+            start, both, more = sums[-1], one + two, three + four
+            sums += [start + one, start + both, start + (both + three), start + (both + more)]
+        total = sums[-1]
         prefix = lanes_prefix(total)
-        rest = wanted - (prefix - total)
-        bin_, below, upto = Int32(0), Int32(0), total
-        for i in range_constexpr(OWN - 1):
-            is_below = sums[i] < rest
-            bin_ += Int32(is_below)
-            below = cutlass.select_(is_below, sums[i], below)
-            reverse = sums[OWN - 2 - i]
-            upto = cutlass.select_(reverse < rest, upto, reverse)
+        bin_, below, upto = self.search(sums, wanted - (prefix - total))
         reached = cute.arch.vote_ballot_sync(prefix >= wanted)
         # where no lane reaches it, `lane` is 0 and what it says is replaced
         lane = cute.arch.popc((reached & -reached) - 1) & 31
@@ -385,6 +379,16 @@ class Bins:
         before, count = shuffle(prefix - total + below, lane), shuffle(upto - below, lane)
         bin_, total = lane * OWN + shuffle(bin_, lane), shuffle(prefix, 31)
         return bin_, (total if reached == 0 else before), (Int32(0) if reached == 0 else count)
+
+    def search(self, sums: list[Any], wanted: Any) -> tuple[Any, Any, Any]:
+        """(number i of the bin with element `wanted`, sums i and i + 1) of the sums of 0, 1, ... of a lane's bins."""
+        bin_ = Int32(0)
+        while len(sums) > 2:
+            half = len(sums) // 2
+            is_later = sums[half] < wanted
+            bin_ += cutlass.select_(is_later, Int32(half), Int32(0))
+            sums = [cutlass.select_(is_later, sums[half + i], sums[i]) for i in range(half + 1)]
+        return bin_, *sums
 
 
 # ---- epilogue: the last ones ranked, picks written by column
@@ -575,6 +579,15 @@ class Picks:
 
 
 # ---- bound and candidates
+
+
+def chosen(scores: Any, number: Any) -> Any:
+    """One of a thread's scores, a power of two of them: registers have no numbers."""
+    found = [scores[i] for i in range(cute.size(scores))]
+    for level in range(len(found).bit_length() - 1):
+        is_odd = (number >> level) & 1 != 0
+        found = [cutlass.select_(is_odd, *found[i : i + 2][::-1]) for i in range(0, len(found), 2)]
+    return found[0]
 
 
 class RowPicks:
@@ -870,7 +883,7 @@ class RowPicks:
                 marks = marks ^ (Int32(1) << bit)
                 column = place + (bit >> 2) * part.step + (bit & 3)
                 if const_expr(self.config.is_chosen):
-                    order = Uint32(ptx.descending_order(self.chosen(scores, bit)))
+                    order = Uint32(ptx.descending_order(chosen(scores, bit)))
                     first = Uint32(cutlass.min(first, order))
                     ptx.store_shared_64(target, Int32(order), column)
                 else:
@@ -886,14 +899,6 @@ class RowPicks:
                 column = place + (i // 4 * part.step + i % 4)
                 target = ptx.append_where_at_least(target, scores[i], least, column)
         return cute.arch.shuffle_sync(sums, 31), first
-
-    def chosen(self, scores: Any, number: Any) -> Any:
-        """One of a thread's scores: registers have no numbers."""
-        found = [scores[i] for i in range(4 * self.vectors)]
-        for level in range(len(found).bit_length() - 1):
-            is_odd = (number >> level) & 1 != 0
-            found = [cutlass.select_(is_odd, *found[i : i + 2][::-1]) for i in range(0, len(found), 2)]
-        return found[0]
 
     def count(self, here: Here, part: Part, listed: Int32, low: Uint32, shift: Int32, has_orders: bool = True) -> None:
         """Count the warp's candidates in bins. has_orders: the list has orders, not scores; it has them afterwards."""

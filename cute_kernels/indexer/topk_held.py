@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picks of rows that the registers of a CTA hold: no bound and no lists of candidates, whatever the share of picks.
-Rows of up to 8192 columns; topk_select.HELD says which of them come here. Read topk.py first: orders, places, bins,
-`Here`, `Part`, `share` and `groups` are explained there.
+"""Picks of rows that the registers of a CTA hold: no lists of candidates, whatever the share of picks.
+Rows of up to 16384 columns; topk_select.HELD and HELD_BY_FEW say which of them come here, and where rows may be longer
+each CTA decides (AnyRow). Read topk.py first: orders, places, bins, `Here`, `Part`, `share` and `groups` are explained
+there.
 
-    scores   gmem --> registers --best, worst--> bins of equal width --histogram--> the bin with the k-th best
+    scores   gmem --> registers --best, bound--> bins of equal width --histogram--> the bin with the k-th best
              (calls of few rows ask for all columns while the row's bounds come, and drop those outside)
     -------- barrier (Bins.extremes), and two in Bins.find ---------------------------------------------------
     marks    of a thread's scores: surely picked (better bins), tied (that bin)
@@ -14,8 +15,9 @@ Rows of up to 8192 columns; topk_select.HELD says which of them come here. Read 
 
 Bins are of scores, not of their bits: half of all fp32 numbers lie between a small negative and a small positive one.
 A bin is one fused multiplication and addition, whose rounding makes it whole, so it is monotonic in the score. Where
-the best and the worst score are too far apart, or too close, or both too far from zero, and where too many share a bin,
-bins of orders (topk.Scale) take over, each time for the tied ones only, and each time with the barriers of the first.
+the best score and the bound (`bounds`) are too far apart, or too close, or both too far from zero, where fewer than k
+scores reach the bound, and where too many share a bin, bins of orders (topk.Scale) take over, each time for the tied
+ones only, and each time with the barriers of the first.
 
 A warp has neighbouring chunks, so its picks are neighbours as well:
 
@@ -48,9 +50,12 @@ from cute_kernels.indexer.topk import (
     Bins,
     Here,
     Part,
+    RowPicks,
     Scale,
+    TopKConfig,
     TopKKernel,
     TopKKey,
+    chosen,
     finest,
 )
 from cute_kernels.indexer.topk_slots import Slots
@@ -64,7 +69,7 @@ CODE_BITS = 12
 """Of a code, those that say which of its warp's columns it is."""
 
 LEAST_RANGE = 2.0**-64
-"""Between the best score and the worst: with less, what divides it by bins may be infinite."""
+"""Between the best score and the bound: with less, what divides it by bins may be infinite."""
 
 MOST_RANGES = 4096.0
 """From zero to the best score, at most: 2^21 bins, of the 2^22 that BIN_ZERO has room for."""
@@ -148,6 +153,10 @@ class HeldRow:
     def clear(self, here: Here) -> None:
         """What must be zero at first. A barrier follows, in `select`."""
         self.bins.clear(here, 0, 4 * BINS)
+        self.clear_counts(here)
+
+    @cute.jit
+    def clear_counts(self, here: Here) -> None:
         self.bins.clear(here, self.config.counts, self.config.late - self.config.counts)
 
     @cute.jit
@@ -161,17 +170,17 @@ class HeldRow:
             ptx.store_shared_64(here.at + self.config.late, each, part.first)
         if const_expr(held is not None):
             self.cut(here, part, each, scores)
-        best = pairwise([scores[i] for i in range(4 * self.vectors)], ptx.max_f32)
-        worst = pairwise([scores[i] for i in range(4 * self.vectors)], ptx.min_f32)
-        first, last = self.extremes(here, ptx.descending_order(best), ptx.descending_order(worst))
+        first, last = self.extremes(here, *self.bounds(part, each, scores, k))
         best, worst = ptx.of_descending_order(first), ptx.of_descending_order(last)
         width = ptx.sub_rn(best, worst)
 
-        sure, tied, wanted, count = Int32(0), Int32(0), Int32(k), Int32(NEVER)
+        sure, tied, wanted, count = Int32(0), Int32(0), Int32(k), Int32(0)
         is_near = ptx.abs_f32(best) <= width * Float32(MOST_RANGES)
         if (width >= Float32(LEAST_RANGE)) & (width < Float32(float("inf"))) & is_near:
             sure, tied, wanted, count = self.pick_by_scores(here, scores, best, width, k)
-        else:
+        if count == 0:
+            # such bins are no good, or fewer than k scores are in them
+            sure, tied, wanted, count = Int32(0), Int32(0), Int32(k), Int32(NEVER)
             for i in range_constexpr(4 * self.vectors):
                 tied = tied | (Int32(scores[i] == scores[i]) << i)
             cute.arch.sync_threads()  # all have read the extremes before the next ones take their place
@@ -196,11 +205,32 @@ class HeldRow:
         self.write(here, sure, out, slots)
 
     @cute.jit
+    def bounds(self, part: Part, each: Int32, scores: cute.Tensor, k: Int32) -> tuple[Any, Any]:
+        """Orders of the thread's best score, and of one of its scores: the worst of all threads' is probably reached by
+        k scores, and by few more. If it is not, bins of orders take over.
+
+        It is the best one of n of the thread's scores. If T groups of n random scores have it, all but (1 / T)^(1 / n)
+        reach the worst of them, and fewer than 2 / n in less than one of exp(T / 16) rows. The fewer scores are in
+        bins, the finer bins are, and the less often two lanes of a warp want the same bank. With more picks it is the
+        thread's worst score."""
+        halves = []
+        for half in range_constexpr(2):
+            columns = [4 * i + j for i in range(self.vectors) for j in (half, half + 2)]
+            halves.append(pairwise([scores[i] for i in columns], ptx.max_f32))
+        best = last = ptx.max_f32(*halves)
+        if k * 2 * each > part.stop:
+            if k * cutlass.max(each, Int32(2)) <= part.stop:
+                last = ptx.min_f32(*halves)
+            else:
+                last = pairwise([scores[i] for i in range(4 * self.vectors)], ptx.min_f32)
+        return ptx.descending_order(best), ptx.descending_order(last)
+
+    @cute.jit
     def pick_by_scores(
         self, here: Here, scores: cute.Tensor, best: Float32, width: Float32, k: Int32
     ) -> tuple[Any, Any, Any, Any]:
         """(marks of what is better than the bin of the k-th best; marks of that bin; how many of these are wanted, and
-        how many there are: 0 if there are fewer than k numbers, all of which are better then). Bins of equal width."""
+        how many there are: 0 if fewer than k scores are in bins). Bins of equal width."""
         factor = Float32(BINS - 2) * ptx.reciprocal(width)
         zero, minus = ptx.fma_rn(best, factor, Float32(BIN_ZERO)), ptx.sub_rn(Float32(0.0), factor)
         bins_at = here.at - Int32(BIN_ZERO_BITS * 4 & 0x7FFFFFFF)
@@ -330,12 +360,13 @@ class HeldRow:
         config = self.config
         if tied != 0:
             number = ptx.fetch_add_shared(here.at + config.number, cute.arch.popc(tied), False)
-            for i in range_constexpr(4 * self.vectors):
-                if (tied >> i) & 1 != 0:
-                    code = (here.warp << CODE_BITS) | (here.lane * 4 + (i // 4 * CHUNK + i % 4))
-                    order = Int32(ptx.descending_order(scores[i]))
-                    ptx.store_shared_64(here.at + config.ranked + number * 8, order, code)
-                    number += 1
+            while tied != 0:
+                bit = cute.arch.popc((tied & -tied) - 1)
+                tied = tied & (tied - 1)
+                code = (here.warp << CODE_BITS) | (here.lane * 4 + ((bit >> 2) * CHUNK + (bit & 3)))
+                order = Int32(ptx.descending_order(chosen(scores, bit)))
+                ptx.store_shared_64(here.at + config.ranked + number * 8, order, code)
+                number += 1
         cute.arch.sync_threads()
         others = []
         for number in [here.lane + first for first in range(0, HELD_RANKED, 32)]:
@@ -406,7 +437,39 @@ class HeldRow:
             slots.write(here.at + self.config.picks, start + here.lane, 32, start + total, out)
 
 
-# ---- key
+# ---- rows of any length
+
+
+class AnyRow:
+    """Of a row that a CTA takes: what its registers hold as HeldRow, a longer one as topk.RowPicks. Of rows of unequal
+    lengths the short ones would take as long as the longest: with a chunk or two a warp bounds are poor and lists long.
+    """
+
+    is_early = False
+
+    def __init__(self, config: TopKConfig) -> None:
+        self.held = HeldRow(HeldConfig(config.warps, min(config.vectors, MOST_VECTORS)), False)
+        self.longer = RowPicks(config)
+
+    @cute.jit
+    def clear(self, here: Here) -> None:
+        """What must be zero at first. A barrier follows, in `select`."""
+        self.held.clear_counts(here)
+        self.longer.clear(here)  # bins, too
+
+    @cute.jit
+    def select(
+        self, here: Here, part: Part, held: Any, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots
+    ) -> None:
+        """As of topk.RowPicks."""
+        # what comes first in the code needs no jump, and long rows take the longest
+        if part.stop > self.held.config.places:
+            self.longer.select(here, part, None, k, share, groups, out, slots)
+        else:
+            self.held.select(here, part, None, k, share, groups, out, slots)
+
+
+# ---- keys
 
 
 @dataclass(frozen=True)
@@ -425,3 +488,23 @@ class HeldTopKKey(TopKKey):
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         return TopKKernel(self, HeldRow(self.config, self.is_spread)), self.arguments()
+
+
+@dataclass(frozen=True)
+class AnyTopKKey(TopKKey):
+    """Rows of any length that a CTA takes; cluster is 1."""
+
+    kernel_name: ClassVar[str] = "indexer.topk_any"
+    entry: ClassVar[str] = "top_k_per_row_any"
+
+    @property
+    def row(self) -> AnyRow:
+        """How the picks of a row are found."""
+        return AnyRow(self.config)
+
+    @property
+    def smem_bytes(self) -> int:
+        return max(super().smem_bytes, self.row.held.config.smem_bytes)
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        return TopKKernel(self, self.row), self.arguments()

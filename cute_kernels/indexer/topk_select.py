@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.indexer.call import AllVisibleCall, TopKDecodeCall, TopKPrefillCall
 from cute_kernels.indexer.topk import CLUSTER_ARCHS, GROUPS, TopKKey
-from cute_kernels.indexer.topk_held import HeldTopKKey
+from cute_kernels.indexer.topk_held import AnyTopKKey, HeldTopKKey
 from cute_kernels.models import ModelConfig, has_indexer
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_of
 from cute_kernels.runtime.compile import launch as launch_key
@@ -40,6 +40,11 @@ than this) of CTAs that hold a row and list nothing, the first that fits. On an 
 3.0, 3.3 and 3.6 us; 4096 rows of 1024 and 2048 columns (k = 512, 1024) 18.0 and 25.6 us, with eight warps 25.9 and
 34.5 us; 1000 rows of 8192 columns (k = 512, 1024, 2048) 24.2, 24.8 and 26.5 us, by lists 22.4, 26.2 and 44.8 us, 4096
 rows 83, 88 and 94 us, by lists 67, 83 and 141 us."""
+
+HELD_BY_FEW = ((10240, (20, 4)), (12288, (24, 4)), (16384, (32, 4)))
+"""(most columns, (warps, vectors)) of CTAs that hold a longer row, of up to SPREAD_ROWS rows where there are clusters.
+On an H200 64 rows of 9000, 12000 and 16384 columns (k = 1024, 512, 512) take 3.7, 4.2 and 5.0 us, by (16, 8, 1, 1) 6.4,
+5.6 and 5.7 us."""
 
 SHAPES = ((16, 8, 1, 1), (16, 8, 1, 8), (32, 8, 1, 8), (16, 8, 1, 16), (32, 4, 1, 32))
 """(warps, vectors of a thread, cluster, tiles) of CTAs that take whole rows: of up to 16384 columns, which their
@@ -88,10 +93,7 @@ rows of 17408 columns take 58 us (k = 512) and 65 us (k = 1024), with shapes of 
 
 LONG_LISTS = (32, 4, 1, 16)
 """The shape that takes more than PICKS of a row that it cannot hold, and that is too short for CHOICES: of 16384
-columns, k = 4096, 16 and 1000 rows take 12.0 and 108 us, by (16, 8, 1, 1) 16.1 and 117 us."""
-
-SPREAD = ((16, 8, 1, 1),)
-"""The shapes of which, besides HELD's, up to SPREAD_ROWS rows take the kernels that are spread."""
+columns, k = 4096, 1000 rows take 108 us, by (16, 8, 1, 1) 117 us."""
 
 EARLY_BYTES = 4 << 20
 """Of scores in a call, up to which rows are asked for before their bounds are known."""
@@ -100,16 +102,22 @@ MOST_CHOICES = 1024
 """Kernels that are remembered by rows, width and k."""
 
 
+def of_shape(arch: str, warps: int, vectors: int, cluster: int = 1, tiles: int = 1) -> TopKKey:
+    """The kernel of CTAs of that shape for rows that may be longer than those that a CTA holds."""
+    kind = AnyTopKKey if cluster == 1 else TopKKey
+    return kind(arch, warps, vectors, cluster, tiles)
+
+
 def keys_of(arch: str) -> list[TopKKey]:
     """All kernels of an architecture: those for which a CTA is enough, by capacity, then others."""
     has_clusters = arch in CLUSTER_ARCHS
-    held = [HeldTopKKey(arch, *few, is_spread=True) for _, (few, _, _), _ in HELD if has_clusters]
+    of_few = [*(few for _, (few, _, _), _ in HELD), *(shape for _, shape in HELD_BY_FEW)] if has_clusters else []
+    held = [HeldTopKKey(arch, *shape, is_spread=True) for shape in of_few]
     held += [HeldTopKKey(arch, *shape) for shape in dict.fromkeys(s for _, (_, *shapes), _ in HELD for s in shapes)]
-    spread = [TopKKey(arch, *shape, is_spread=True) for shape in SPREAD if has_clusters]
     chosen = [*(shape for *_, shape in CHOICES), LONG_LISTS] if has_clusters else []
-    keys = [TopKKey(arch, *shape) for shape in dict.fromkeys((*SHAPES, MANY, *chosen))]
-    fitting = [key for key in (*held, *spread, *keys) if key.smem_bytes <= SMEM_BYTES[arch]]
-    large, small = (TopKKey(arch, *shape) for shape in SHAPES[2:4])
+    keys = [of_shape(arch, *shape) for shape in dict.fromkeys((*SHAPES, MANY, *chosen))]
+    fitting = [key for key in (*held, *keys) if key.smem_bytes <= SMEM_BYTES[arch]]
+    large, small = (of_shape(arch, *shape) for shape in SHAPES[2:4])
     return [key for key in fitting if key != small or has_clusters or large not in fitting]
 
 
@@ -120,18 +128,21 @@ def key_for(arch: str, rows: int, width: int, k: int) -> TopKKey:
     for most, shapes, of_many in HELD:
         if width <= most and (not is_many or k > of_many):
             return HeldTopKKey(arch, *shapes[0 if is_spread else 2 if is_many else 1], is_spread=is_spread)
+    for most, few in HELD_BY_FEW:
+        if is_spread and width <= most:
+            return HeldTopKKey(arch, *few, is_spread=True)
     if has_clusters:
         for fewer, more, picks, shape in CHOICES:
-            key = TopKKey(arch, *shape)
+            key = of_shape(arch, *shape)
             if rows < fewer and more < width <= key.capacity and k <= picks:
                 return key
-        if k > PICKS and width <= TopKKey(arch, *LONG_LISTS).capacity:
-            return TopKKey(arch, *LONG_LISTS)
-    many = TopKKey(arch, *MANY)
+        lists = of_shape(arch, *LONG_LISTS)
+        if k > PICKS and width <= lists.capacity:
+            return lists
+    many = of_shape(arch, *MANY)
     if is_many and width <= many.capacity:
         return many
     keys = [key for key in keys_of(arch) if not isinstance(key, HeldTopKKey)]
-    keys = [key for key in keys if key.is_spread == is_spread or key.shape not in SPREAD or not has_clusters]
     return next((key for key in keys if width <= key.capacity), max(keys, key=lambda key: key.capacity))
 
 

@@ -133,20 +133,20 @@ class TranslateKernel:
         # for the one thread that stores the length
         is_valid = ptx.load_global_bool_where(thread == 0, valid + Int64(row))
         a_pass = self.groups * self.group
-        count = Int32(a_pass)
+        count = Int32(picks.columns)
         # nearly every row is one pass: in front of the loop it waits for nothing else
         missing, end = self.translate(Int32(0), row, thread, picks, requests, table, indices)
         for start in range(a_pass, picks.columns, a_pass):
-            count += a_pass
             found = self.translate(start, row, thread, picks, requests, table, indices)
             missing, end = missing + found[0], cutlass.max(end, found[1])
-        missing, end = block_sum_and_max(missing, end, self.warps)
-        # what was not loaded is missing too
-        count += missing
-        if end > count:
-            cute.arch.sync_threads()
-            if thread < LANES:
-                self.close_holes(indices.row(row), indices.columns)
+        # of most rows nothing is missing, and one barrier says so
+        if ptx.any_of_group(Int32(0), self.warps * LANES, missing) != 0:
+            missing, end = block_sum_and_max(missing, end, self.warps)
+            count += missing
+            if end > count:
+                cute.arch.sync_threads()
+                if thread < LANES:
+                    self.close_holes(indices.row(row), indices.columns)
         ptx.store_global_s32(lens + Int64(row) * 4, count if is_valid != 0 else Int32(0), thread == 0)
 
     @cute.jit
@@ -166,10 +166,11 @@ class TranslateKernel:
         missing, end = Int32(0), Int32(0)
         for group in range_constexpr(self.groups):
             column = columns[group]
+            is_inside = column < picks.columns
             slots = [pages.slot_index(one) for one in found[group]]
-            store_run(indices.row(row) + Int64(column) * 4, slots, column < picks.columns)
+            store_run(indices.row(row) + Int64(column) * 4, slots, is_inside)
             for i, slot in enumerate(slots):
-                missing += slot >> 31
+                missing += slot >> 31 if is_inside else Int32(0)
                 end = cutlass.max(end, column + i + 1 if slot >= 0 else Int32(0))
         return missing, end
 

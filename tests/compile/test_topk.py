@@ -12,9 +12,9 @@ from cute_kernels.runtime.report import problems
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indexer.topk import CLUSTER_ARCHS, TopKKey
-from cute_kernels.indexer.topk_held import HeldTopKKey
-from cute_kernels.indexer.topk_select import MANY, PICKS, deployment_keys, groups_for, key_for, keys_of, share_for
+from cute_kernels.indexer.topk import CLUSTER_ARCHS
+from cute_kernels.indexer.topk_held import MOST_VECTORS, AnyTopKKey, HeldTopKKey
+from cute_kernels.indexer.topk_select import MANY, deployment_keys, groups_for, key_for, keys_of, share_for
 from cute_kernels.models import MODELS
 from tests.compile.reports import RESERVED, compile_report
 from tests.compile.sampling import of_run
@@ -29,7 +29,7 @@ ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_89", "sm_120a")
 def test_compiles(arch: str, pytestconfig: pytest.Config) -> None:
     keys = deployment_keys(MODELS["v4-flash"], 1, arch)
     chosen = of_run(keys, pytestconfig) if arch == "sm_90a" else [keys[0], keys[-1]]
-    for key in dict.fromkeys((*chosen, TopKKey(arch, *MANY))):
+    for key in dict.fromkeys((*chosen, AnyTopKKey(arch, *MANY))):
         report = compile_report(key)
         assert problems(key, report) == []
         assert (report.stack, report.smem) == (0, key.smem_bytes)
@@ -46,9 +46,12 @@ def test_compiles(arch: str, pytestconfig: pytest.Config) -> None:
         assert report.registers * 32 * warps <= 65536
         if report.in_sass is not None:
             sass = report.in_sass
-            loads = sass.places(r"\bLDG\.E\.128")
-            # all of a tile are on their way before one is waited for
-            assert loads[key.vectors - 1] < min(i for i in sass.places("FMNMX") if i > loads[0])
+            loads, maxima = sass.places(r"\bLDG\.E\.128"), sass.places("FMNMX")
+            # all of a tile, and all of a held row, are on their way before one is waited for
+            for number in [key.vectors] + [min(MOST_VECTORS, key.vectors)] * isinstance(key, AnyTopKKey):
+                waits = min(i for i in maxima if i > loads[0])
+                assert loads[number - 1] < waits
+                loads = [i for i in loads if i > waits]
 
 
 @pytest.mark.parametrize("arch", sorted(SMEM_BYTES))
@@ -65,8 +68,7 @@ def test_every_row_has_its_kernel(arch: str) -> None:
             assert key in keys
             assert width <= key.capacity
             assert key.cluster == 1 or rows < 15 or width > 1 << 19
-            widest = 16384 if k <= PICKS else 8192
-            assert key.is_spread == (rows < 5000 and width <= widest and arch in CLUSTER_ARCHS)
+            assert key.is_spread == (rows < 5000 and width <= 16384 and arch in CLUSTER_ARCHS)
         assert key_for(arch, rows, 2 * most, k).capacity == most
 
 
@@ -78,7 +80,7 @@ def test_few_long_rows_are_shared() -> None:
 @pytest.mark.parametrize(("rows", "columns", "k", "warps"), [
     (1, 4096, 1, 16), (5000, 4096, 1, 8), (5000, 4097, 512, 10), (1, 5120, 1, 20), (263, 5121, 1, 12),
     (264, 6144, 1024, None), (264, 6144, 1025, 12), (1, 8192, 1, 16), (264, 8192, 1025, 16), (264, 8192, 1024, None),
-    (1, 8193, 4096, None),
+    (1, 8193, 4096, 20), (128, 10241, 1, 24), (128, 16384, 512, 32), (129, 8193, 512, None), (1, 16385, 512, None),
 ])  # fmt: skip
 def test_rows_that_registers_hold(rows: int, columns: int, k: int, warps: int | None) -> None:
     key = key_for("sm_90a", rows, columns, k)

@@ -100,6 +100,13 @@ def outlier(rows: int, columns: int, seed: int) -> torch.Tensor:
     return x
 
 
+def sixteenth(rows: int, columns: int, seed: int) -> torch.Tensor:
+    """Each thread that holds four vectors has one of the best scores: as many as threads reach the worst of these."""
+    x, column = normal(1.0, 0.0)(rows, columns, seed), torch.arange(columns, device="cuda")
+    x[:, (column % 4 == 1) & (column // 128 % 4 == 2)] += 100
+    return x
+
+
 PATTERNS: dict[str, Callable[[int, int, int], torch.Tensor]] = {
     "normal": normal(1.0, 0.0),
     "near": normal(1.0, 100.0),
@@ -117,17 +124,19 @@ PATTERNS: dict[str, Callable[[int, int, int], torch.Tensor]] = {
     "falling": ramp(-1.0),
     "blocks": blocks,
     "outlier": outlier,
+    "sixteenth": sixteenth,
 }
 
 
 def keys() -> list[Any]:
     from cute_kernels.indexer.topk import TopKKey
+    from cute_kernels.indexer.topk_held import AnyTopKKey
     from cute_kernels.indexer.topk_select import keys_of
     from cute_kernels.runtime.arch import arch_of
 
     arch = arch_of(0)
     more = [TopKKey(arch, 16, 4, 2), TopKKey(arch, 8, 2, 4, 3)] if keys_of(arch)[-1].cluster > 1 else []
-    small = TopKKey(arch, 16, 8, 1, 16)  # where there is less shared memory than on some
+    small = AnyTopKKey(arch, 16, 8, 1, 16)  # where there is less shared memory than on some
     return list(dict.fromkeys((*keys_of(arch), *more, small)))
 
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer.topk import TopKKey
-from cute_kernels.indexer.topk_held import HeldTopKKey
+from cute_kernels.indexer.topk_held import AnyTopKKey, HeldTopKKey
 from cute_kernels.indexer.topk_select import groups_for, share_for
 from tests.compile.reports import compile_report
 from tests.model import orders
@@ -110,6 +110,7 @@ def picks(
 
 KEYS = [
     *(TopKKey("sm_90a", *shape) for shape in ((8, 4, 1, 8), (16, 8, 1, 2), (8, 4, 1, 1))),
+    AnyTopKKey("sm_90a", 8, 4, 1, 8),
     HeldTopKKey("sm_90a", 10, 4),
     *(HeldTopKKey("sm_90a", *shape, is_spread=True) for shape in ((8, 4), (8, 1))),
 ]
@@ -130,6 +131,15 @@ def test_picks(key: TopKKey, pattern: str) -> None:
         start, end = (columns // 5 + 1, columns - 2) if (turn + number) % 2 else (0, columns)
         got = picks(key, scores, start, end, k)
         assert np.array_equal(got, expected(scores[start:end], k)), (k, columns, start)
+
+
+def test_fewer_than_k_scores_reach_the_bound() -> None:
+    """Of a held row: each thread has one score that is better than any of the others."""
+    key, k, column = HeldTopKKey("sm_90a", 8, 4, is_spread=True), 512, np.arange(4096)
+    assert k * 2 * key.vectors == len(column), "more would have another bound"
+    scores = np.random.default_rng(1).standard_normal(len(column)).astype(np.float32)
+    scores[(column % 4 == 1) & (column // 128 % key.vectors == 2)] += 100
+    assert np.array_equal(picks(key, scores, 0, len(column), k), expected(scores, k))
 
 
 @pytest.mark.parametrize("key", KEYS, ids=IDS)

@@ -30,8 +30,8 @@ def test_shapes() -> None:
 
 
 def test_variants_are_kernels() -> None:
-    topk: Any = pytest.importorskip("cute_kernels.indexer.topk")
-    keys = [topk.TopKKey("sm_90a", **fields) for fields in VARIANTS]
+    topk_select: Any = pytest.importorskip("cute_kernels.indexer.topk_select")
+    keys = [topk_select.of_shape("sm_90a", **fields) for fields in VARIANTS]
     assert len(set(keys)) == len(keys)
     assert all(key.smem_bytes <= SMEM_BYTES["sm_90a"] for key in keys)
 
@@ -79,7 +79,7 @@ def test_variants_take_rows_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         found = topk._variants(op)
         assert len(found) == len(VARIANTS)
         run = next(iter(found.values()))
-        key = topk_select.TopKKey("sm_90a", **VARIANTS[0])
+        key = topk_select.of_shape("sm_90a", **VARIANTS[0])
         for columns in (key.capacity, -(-key.capacity // 4)):
             logits = torch.zeros(2, columns)
             run(logits, *rest)
