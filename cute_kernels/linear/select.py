@@ -217,6 +217,12 @@ BF16_TILES: tuple[Tile, ...] = (
 """Of bf16 operands, whole and with K cut; chunks have 64 columns. Fitted to times of 64 to 512 rows on an H200, means
 of dependents back to back and of others apart (perf/log/data/gemm_flow_1.txt)."""
 
+FEWER_STAGES = {BF16_TILES[1].key: replace(BF16_TILES[1].key, stages=8)}
+"""The same work tiles of more than MANY_STAGED_ROWS rows. The more copies are under way, the longer each takes: on an
+H200 256 rows are 0 to 4% faster with 8 stages, 128 rows 11 to 15% slower (perf/log/data/gemm_clocks_1.txt)."""
+
+MANY_STAGED_ROWS = 192
+
 SQUARES_TILES = tuple(
     tile._replace(key=replace(tile.key, staged=True, squares=True)) for tile in TILES if tile.key.columns == SCALE_BLOCK
 )
@@ -311,6 +317,8 @@ def many_bf16_rows(
     is_halved = rows in HALVED_ROWS
     tiles = [tile for tile in BF16_TILES if has_result(tile.key, output)]
     key, ctas = _soonest(tiles, rows, 1, outputs, chunks, multiprocessors, is_halved=is_halved)
+    if rows > MANY_STAGED_ROWS:
+        key = FEWER_STAGES.get(key, key)
     return with_output(replace(key, halves=is_halved and key.rows == BOX_ROWS), output), ctas
 
 
@@ -339,7 +347,8 @@ def many_rows_keys(output: str, may_split: bool = False) -> list[GemmKey]:
 def many_bf16_rows_keys(output: str) -> list[GemmKey]:
     """The same for bf16 operands."""
     keys = [tile.key for tile in BF16_TILES if has_result(tile.key, output)]
-    return [with_output(key, output) for key in (*keys, *halved(keys))]
+    fewer = [FEWER_STAGES[key] for key in keys if key in FEWER_STAGES]
+    return [with_output(key, output) for key in (*keys, *fewer, *halved(keys))]
 
 
 def layer_gemms(config: ModelConfig, tp: int) -> list[tuple[str, str, int, int, int]]:
