@@ -27,6 +27,7 @@ POSITIONS = 65536
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"heads": 1},
     {"heads": 1, "one_token": True},
+    {"heads": 1, "one_token": True, "late": True},
     {"heads": 2},
     {"heads": 4},
 )

@@ -53,6 +53,14 @@ On an H200, 64 heads: 1.52 instead of 1.71 µs for one token, 2.98 instead of 3.
 (perf/results/h200/fused_inv_rope_fp8_quant.json).
 """
 
+EARLY_TOKENS = 12
+"""Of a call of few rows, up to which the next kernel may start ahead of this one's wait; of more, once the loads are
+under way.
+
+On an H200, one behind the other, 64 heads: 1.53 instead of 1.65 µs for one token so, 2.18 instead of 3.00 for 13
+otherwise. In layers, 8 heads: 20.2 instead of 21.6 µs for one token, 25.5 instead of 26.4 for 32 (perf/log/norms.md).
+"""
+
 ONE_TOKEN_WARPS = 4
 """Of a CTA that takes heads of one token."""
 
@@ -145,7 +153,8 @@ class InvRopeKernel:
         self.is_quantized = key.scales != "none"
         self.is_packed = key.scales == "packed"
         self.has_dependency = arch_number(key.arch) >= ptx.DEPENDENT_LAUNCH_ARCH
-        self.name = f"fused_inv_rope_{key.scales}_h{key.heads}" + "_one_token" * key.one_token
+        self.is_late = key.late
+        self.name = f"fused_inv_rope_{key.scales}_h{key.heads}" + "_one_token" * key.one_token + "_late" * key.late
 
     @cute.jit
     def __call__(
@@ -238,7 +247,8 @@ class InvRopeKernel:
         position_at = positions + source * position_stride
         if const_expr(self.has_dependency):
             # the product behind this kernel takes longer to begin than all that is done here
-            cute.arch.griddepcontrol_launch_dependents()
+            if const_expr(not self.is_late):
+                cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
 
         # the loads from the table wait for the position, so it comes first
@@ -252,6 +262,8 @@ class InvRopeKernel:
         angles = table + table_row(position, table_rows) * table_stride + Int64((lane % 8) * 16)
         cos = ptx.load_global_128_cached_in_order(angles)
         sin = ptx.load_global_128_cached_in_order(angles + HALF_TABLE_BYTES)
+        if const_expr(self.is_late):
+            cute.arch.griddepcontrol_launch_dependents()
 
         value = Int32(0)
         # a branch keeps the loads together: the assembler would begin with the first head before the last is loaded
@@ -323,13 +335,15 @@ class InvRopeKey(KernelKey):
               quantization, the result is bf16
     heads     of a token per warp, all in flight together: 1, 2, 4 or 8; FEW_ROWS and MANY_ROWS choose
     one_token whether the warps of a CTA take heads of one token; else each takes another token
+    late      whether the next kernel may start only once this one's loads are under way; EARLY_TOKENS chooses
     """
 
     kernel_name: ClassVar[str] = "output.inv_rope_quant"
-    tuning: ClassVar[tuple[str, ...]] = ("heads", "one_token")
+    tuning: ClassVar[tuple[str, ...]] = ("heads", "one_token", "late")
     scales: str = "fp32"
     heads: int = 1
     one_token: bool = False
+    late: bool = False
 
     @property
     def warps(self) -> int:
@@ -371,15 +385,17 @@ class InvRopeKey(KernelKey):
         return InvRopeKernel(self), (o, positions, table, out, scales, Int32(1), Boolean(False), stream)
 
 
-def key_for(arch: str, scales: str, rows: int) -> InvRopeKey:
+def key_for(arch: str, scales: str, rows: int, tokens: int = 1) -> InvRopeKey:
     """The kernel that serves calls of this kind with `rows` heads, of all tokens together."""
     few = rows <= FEW_ROWS
-    return InvRopeKey(arch, scales, heads=1 if few else 2 if rows < MANY_ROWS else 4, one_token=few)
+    late = few and tokens > EARLY_TOKENS and scales != "none" and arch_number(arch) >= ptx.DEPENDENT_LAUNCH_ARCH
+    return InvRopeKey(arch, scales, heads=1 if few else 2 if rows < MANY_ROWS else 4, one_token=few, late=late)
 
 
 def keys_of(scales: str, arch: str) -> list[InvRopeKey]:
-    """The kernels for every number of rows."""
-    return [key_for(arch, scales, rows) for rows in (1, FEW_ROWS + 1, MANY_ROWS)]
+    """The kernels for every number of rows: of few rows that of few tokens and that of more, which may be the same."""
+    calls = (1, 1), (FEW_ROWS, EARLY_TOKENS + 1), (FEW_ROWS + 1, 1), (MANY_ROWS, 1)
+    return [key_for(arch, scales, *call) for call in calls]
 
 
 @cache
@@ -389,8 +405,9 @@ def _keys(device_index: int, scales: str) -> list[InvRopeKey]:
 
 def key_of_call(o: Any, scales: str) -> InvRopeKey:
     """The kernel that serves this call."""
-    rows = o.shape[0] * o.shape[1]
-    return _keys(o.device.index, scales)[(rows > FEW_ROWS) + (rows >= MANY_ROWS)]
+    tokens, heads = o.shape[0], o.shape[1]
+    rows = tokens * heads
+    return _keys(o.device.index, scales)[tokens > EARLY_TOKENS if rows <= FEW_ROWS else 2 + (rows >= MANY_ROWS)]
 
 
 # ---- launch
@@ -414,7 +431,7 @@ def why_not_rotation(o: Any, cos_sin_cache: Any, out: Any) -> str:
 
 def quantized_keys(config: ModelConfig, tp: int, arch: str) -> list[InvRopeKey]:
     """Every layer's output is quantized, with scales of either kind: the product that takes them chooses."""
-    return [key for scales in ("fp32", "packed") for key in keys_of(scales, arch)]
+    return list(dict.fromkeys(key for scales in ("fp32", "packed") for key in keys_of(scales, arch)))
 
 
 def why_not_quantized(call: QuantizedCall) -> str:
@@ -445,7 +462,7 @@ QUANTIZED = OpKernel(launch_quantized, why_not_quantized, quantized_keys)
 
 def rotated_keys(config: ModelConfig, tp: int, arch: str) -> list[InvRopeKey]:
     """For checkpoints with a bf16 output projection, and for looking into the layers."""
-    return keys_of("none", arch)
+    return list(dict.fromkeys(keys_of("none", arch)))
 
 
 def why_not_rotated(call: RotatedCall) -> str:

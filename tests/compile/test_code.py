@@ -274,10 +274,11 @@ def quantizations() -> Iterator[Row]:
 def rotations() -> Iterator[Row]:
     """48 KB and more in flight on a multiprocessor. A rotation is two products and a sum, each rounded by itself."""
     few, many = inv_rope.FEW_ROWS, inv_rope.MANY_ROWS
-    kinds = [*itertools.product((HOPPER, "sm_100a"), ("fp32", "packed", "none"), (1, many))]
-    kinds += [(HOPPER, "fp32", few + 1), ("sm_89", "fp32", 1), ("sm_120a", "packed", many)]
-    for arch, scales, rows in kinds:
-        key = inv_rope.key_for(arch, scales, rows)
+    kinds = [*itertools.product((HOPPER, "sm_100a"), ("fp32", "packed", "none"), (1, many), (1,))]
+    kinds += [(HOPPER, "fp32", few + 1, 1), ("sm_89", "fp32", 1, 1), ("sm_120a", "packed", many, 1)]
+    kinds += [(arch, "fp32", few, inv_rope.EARLY_TOKENS + 1) for arch in (HOPPER, "sm_100a")]
+    for arch, scales, rows, tokens in kinds:
+        key = inv_rope.key_for(arch, scales, rows, tokens)
         heads = key.heads
         ptx = {LOAD_CTA: 2 * heads + 2, r"\bmul\.rn\.f32": 16 * heads, r"\b(?:add|sub)\.rn\.f32": 8 * heads, "fma": 0}
         ptx |= {STORE_16: 2 * heads} if scales == "none" else {TO_E4M3: 8 * heads, STORE_8: 2 * heads}

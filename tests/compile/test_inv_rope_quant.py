@@ -9,7 +9,7 @@ from cute_kernels.models import MODELS
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.output.inv_rope import FEW_ROWS, MANY_ROWS, QUANTIZED, ROTATED, InvRopeKey, key_for
+from cute_kernels.output.inv_rope import EARLY_TOKENS, FEW_ROWS, MANY_ROWS, QUANTIZED, ROTATED, InvRopeKey, key_for
 from tests.compile.reports import compile_report
 
 
@@ -29,7 +29,11 @@ def test_every_kernel_that_a_call_can_need_is_deployed() -> None:
     for arch in ("sm_90a", "sm_100a"):
         keys = QUANTIZED.deployment_keys(config, 1, arch) + ROTATED.deployment_keys(config, 1, arch)
         needed = {
-            key_for(arch, s, rows) for s in ("fp32", "packed", "none") for rows in (1, FEW_ROWS + 1, MANY_ROWS, 2**30)
+            key_for(arch, s, rows, tokens)
+            for s in ("fp32", "packed", "none")
+            for rows in (1, FEW_ROWS, FEW_ROWS + 1, MANY_ROWS, 2**30)
+            for tokens in (1, EARLY_TOKENS, EARLY_TOKENS + 1)
+            if tokens <= rows
         }
         assert set(keys) == needed
         assert len(keys) == len(needed)

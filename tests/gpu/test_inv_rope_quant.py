@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.output.inv_rope import FEW_ROWS, MANY_ROWS
+from cute_kernels.output.inv_rope import EARLY_TOKENS, FEW_ROWS, MANY_ROWS
 from cute_kernels.output.ops import fused_inv_rope_fp8_quant, output_scale_shape
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime.ops import FALLBACK_VARIABLE
@@ -110,6 +110,9 @@ SHAPES = [
     (7, 1, 8),
     (8, 16, 8),
     (9, 3, 2),
+    (EARLY_TOKENS, 8, 8),
+    (EARLY_TOKENS + 1, 8, 8),
+    (33, 16, 2),
     (64, 8, 8),
     (130, 4, 16),
     (257, 1, 33),
@@ -221,7 +224,7 @@ def test_addresses_beyond_four_gigabytes() -> None:
 
 def test_shapes_and_strides_need_no_new_kernel() -> None:
     for kind in KINDS:
-        for tokens in (2, FEW_ROWS + 1, MANY_ROWS):
+        for tokens in (2, EARLY_TOKENS + 1, FEW_ROWS + 1, MANY_ROWS):
             check(head_slice(tokens, 1, 0), positions_of(tokens), 1, kind)
     before = compile_.compilations()
     for kind in KINDS:

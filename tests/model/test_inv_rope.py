@@ -22,12 +22,21 @@ from tests.model.ptx import parse
 
 
 @pytest.mark.parametrize(
-    ("scales", "heads", "one_token"),
-    [("fp32", 1, True), ("fp32", 1, False), ("fp32", 2, False), ("packed", 1, True), ("none", 1, True)],
+    ("scales", "heads", "one_token", "late"),
+    [
+        ("fp32", 1, True, False),
+        ("fp32", 1, True, True),
+        ("fp32", 1, False, False),
+        ("fp32", 2, False, False),
+        ("packed", 1, True, False),
+        ("none", 1, True, False),
+    ],
 )
 @pytest.mark.parametrize(("tokens", "groups", "per_group"), [(1, 3, 2), (9, 1, 5)])
-def test_every_byte(scales: str, heads: int, one_token: bool, tokens: int, groups: int, per_group: int) -> None:
-    key = InvRopeKey("sm_90a", scales, heads, one_token)
+def test_every_byte(
+    scales: str, heads: int, one_token: bool, late: bool, tokens: int, groups: int, per_group: int
+) -> None:
+    key = InvRopeKey("sm_90a", scales, heads, one_token, late)
     program, memory = parse(compile_report(key).ptx), GlobalMemory(1 << 20)
     is_packed, is_quantized, count = scales == "packed", scales != "none", groups * per_group
     o = spread((tokens, count, 512), seed=tokens)
