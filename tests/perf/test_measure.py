@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -303,6 +305,35 @@ def test_environment_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- what a time is --------------------------------------------------------------------------------------------------
+
+
+def test_graphs_are_captured_on_one_stream_that_nothing_else_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            pass
+
+    captured = []
+
+    @contextmanager
+    def graph(made: Any, stream: Any) -> Iterator[None]:
+        captured.append(stream)
+        yield
+
+    monkeypatch.setattr(measure, "fixed_streams", cache(measure.fixed_streams.__wrapped__))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for _ in range(2):
+        assert measure.capture([lambda: None])[1] == 1
+    first, *others = measure.fixed_streams()
+    assert captured == [first, first]
+    assert len({first, *others}) == 4
 
 
 class Gpu:

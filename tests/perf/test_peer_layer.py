@@ -351,9 +351,16 @@ def test_a_peer_that_is_missing_or_wrong_is_skipped_with_the_reason(
     fake: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = step_of(Case("v4-flash", "swa", "decode", 2, 1, 300))
-    monkeypatch.setattr(layer, "fixed_streams", lambda: (None,) * 4)
-    monkeypatch.setattr(PeerStep, "disagreements", lambda self: ["attention 0.1", "wo_a 0.2"] if self.streams else [])
+    monkeypatch.setattr(layer, "fixed_streams", lambda: ("captured", "one", "two", "three"))
+    used: list[list[str]] = []
+
+    def disagreements(self: Any) -> list[str]:
+        used.append(self.streams)
+        return ["attention 0.1", "wo_a 0.2"] if self.streams else []
+
+    monkeypatch.setattr(PeerStep, "disagreements", disagreements)
     found = layer.peers_of(step)
+    assert used == [[], ["one", "two", "three"]]
     assert isinstance(found[peer_layer.NAME], PeerStep)
     assert found[peer_layer.STREAMS_NAME] == "attention 0.1; wo_a 0.2"
 
