@@ -57,7 +57,7 @@ EARLY_TOKENS = 12
 """Of a call of few rows, up to which the next kernel may start ahead of this one's wait; of more, once the loads are
 under way.
 
-On an H200, one behind the other, 64 heads: 1.53 instead of 1.65 µs for one token so, 2.18 instead of 3.00 for 13
+On an H200, one behind the other, 64 heads: 1.52 instead of 1.65 µs for one token so, 2.18 instead of 3.00 for 13
 otherwise. In layers, 8 heads: 20.2 instead of 21.6 µs for one token, 25.5 instead of 26.4 for 32 (perf/log/norms.md).
 """
 
