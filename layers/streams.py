@@ -55,8 +55,9 @@ def start_on_streams(
         stream.wait_event(ready)
         with torch.cuda.stream(stream):
             results[number + 1] = task()
-            # on a stream of our own memory is not taken again before the next fork, which is behind all uses of this
-            if stream not in _graph_streams.of.values():
+            # on a stream of our own memory is not taken again before the next fork, which is behind all uses of this; a
+            # caller's that is the same one of the pool is another object
+            if not any(stream is own for own in _graph_streams.of.values()):
                 results[number + 1].record_stream(current)
         done.append(stream.record_event())
     if not is_first_ahead:

@@ -10,6 +10,7 @@ from cute_kernels.models import MODELS
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.output.inv_rope import EARLY_TOKENS, FEW_ROWS, MANY_ROWS, QUANTIZED, ROTATED, InvRopeKey, key_for
+from tests.compile.questions import parts
 from tests.compile.reports import compile_report
 
 
@@ -22,6 +23,17 @@ def test_all_heads_are_on_their_way_before_one_is_used(arch: str, scales: str) -
     loads = sass.places(r"\bLDG\.E\.128")
     assert len(loads) == 2 * 4 + 2
     assert max(loads) < sass.first_place(r"\bSHFL|\bSTG|\bFMUL|\bFSETP")
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_late_kernels_load_before_the_next_one_may_start(arch: str) -> None:
+    """And others after it: none loads before its own wait."""
+    for late, loads in ((False, [0, 0, 4]), (True, [0, 4, 0])):
+        ptx = compile_report(InvRopeKey(arch, "fp32", 1, True, late)).in_ptx
+        of_parts = ptx.ask(parts, r"griddepcontrol\.(?:wait|launch_dependents)", r"ld\.relaxed\.cta\.global\.v4\.b32")
+        assert [len(part) for part in of_parts] == loads
+        order = ptx.findall(r"griddepcontrol\.(?:wait|launch_dependents)")
+        assert order == sorted(("griddepcontrol.launch_dependents", "griddepcontrol.wait"), reverse=late)
 
 
 def test_every_kernel_that_a_call_can_need_is_deployed() -> None:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -39,8 +41,42 @@ def test_the_stream_of_a_captured_step_is_not_the_one_that_is_captured(monkeypat
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: current[0])
     monkeypatch.setattr(torch.cuda, "Stream", lambda index: next(dealt))
-    found = []
+    found: list[torch.cuda.Stream] = []
     for captured in ("s0", "s2", "s1", "s1", "s0", "s2"):
         current[0] = captured
         found += streams.graph_streams(torch.device("cuda", 0))
-    assert found == ["s1", "s1", "s2", "s2", "s2", "s0"]
+    assert [*map(str, found)] == ["s1", "s1", "s2", "s2", "s2", "s0"]
+
+
+class Dealt:
+    """A stream of torch's pool: equal to others of its number, as torch's are."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Dealt) and other.number == self.number
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def record_event(self) -> None:
+        pass
+
+    def wait_event(self, event: None) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_results_on_a_stream_of_a_caller_are_recorded(is_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the pool has dealt it to us, too: what else the caller does there may take their memory."""
+    own, current = Dealt(1), Dealt(0)
+    recorded: list[Dealt] = []
+    kept = streams._GraphStreams()
+    kept.of[0] = cast("torch.cuda.Stream", own)
+    monkeypatch.setattr(streams, "_graph_streams", kept)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    result = cast("torch.Tensor", SimpleNamespace(record_stream=recorded.append))
+    given = cast("torch.cuda.Stream", own if is_own else Dealt(1))
+    run_on_streams([lambda: result, lambda: result], [given], torch.device("cuda"))
+    assert recorded == ([] if is_own else [current])

@@ -142,6 +142,17 @@ def test_fewer_than_k_scores_reach_the_bound() -> None:
     assert np.array_equal(picks(key, scores, 0, len(column), k), expected(scores, k))
 
 
+@pytest.mark.parametrize(("start", "more"), [(0, 0), (0, 1), (3, 0), (3, 1)])
+def test_the_longest_row_that_is_held_and_the_next(start: int, more: int) -> None:
+    """Of a kernel for rows of any length; `start` is as far behind a 16-byte boundary."""
+    key, k = AnyTopKKey("sm_90a", 8, 4, 1, 8), 512
+    columns = key.row.held.config.places + more
+    scores = np.random.default_rng(columns).standard_normal(columns).astype(np.float32)
+    scores[-1] = INF
+    got = picks(key, scores, start, columns, k, in_any_order=True)
+    assert np.array_equal(got, expected(scores[start:], k))
+
+
 @pytest.mark.parametrize("key", KEYS, ids=IDS)
 @pytest.mark.parametrize("pattern", ["normal", "equal", "zeros", "mostly nan", "large", "unsampled"])
 def test_in_any_order(key: TopKKey, pattern: str) -> None:
