@@ -218,8 +218,10 @@ class HeldRow:
             columns = [4 * i + j for i in range(self.vectors) for j in (half, half + 2)]
             halves.append(pairwise([scores[i] for i in columns], ptx.max_f32))
         best = last = ptx.max_f32(*halves)
-        if k * 2 * each > part.stop:
-            if k * cutlass.max(each, Int32(2)) <= part.stop:
+        # without the columns ahead of the row's, which calls of few rows hold as well
+        size = part.stop - part.head
+        if k * 2 * each > size:
+            if k * cutlass.max(each, Int32(2)) <= size:
                 last = ptx.min_f32(*halves)
             else:
                 last = pairwise([scores[i] for i in range(4 * self.vectors)], ptx.min_f32)
