@@ -206,13 +206,13 @@ class HeldRow:
 
     @cute.jit
     def bounds(self, part: Part, each: Int32, scores: cute.Tensor, k: Int32) -> tuple[Any, Any]:
-        """Orders of the thread's best score, and of one of its scores: the worst of all threads' is probably reached by
-        k scores, and by few more. If it is not, bins of orders take over.
+        """Orders of the thread's best score, and of its bid for the bound. The worst bid of all threads is where bins
+        end: at least k scores should reach it, and few more, as fewer scores in bins make bins finer, and lanes of a
+        warp want the same bank less often. Where fewer than k reach it, bins of orders take over.
 
-        It is the best one of n of the thread's scores. If T groups of n random scores have it, all but (1 / T)^(1 / n)
-        reach the worst of them, and fewer than 2 / n in less than one of exp(T / 16) rows. The fewer scores are in
-        bins, the finer bins are, and the less often two lanes of a warp want the same bank. With more picks it is the
-        thread's worst score."""
+        A bid is the best of n of the thread's scores: of all of them, or, for more picks, of the half whose best is
+        worse. Of random scores all but T^(-1 / n) reach the worst of T bids, and the chance that fewer than 2 / n do is
+        below exp(-T / 16). So k up to 2 / n of the row are safe; for more picks the bid is the thread's worst score."""
         halves = []
         for half in range_constexpr(2):
             columns = [4 * i + j for i in range(self.vectors) for j in (half, half + 2)]

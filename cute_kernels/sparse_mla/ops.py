@@ -695,15 +695,10 @@ def _check_mixed(call: MixedCall) -> None:
     c.require(call.form in MIXED_FORMS, "form", f"one of {MIXED_FORMS}", call.form)
     if call.form == "converted":
         _check_converted(c, call)
-    device = call.query.device
-    if (
-        call.form == "converted"
-        and device.type == "cuda"
-        and arch_of(call.query.get_device()) in converted.CONVERT_ARCHS
-    ):
-        needed, have = call.converted_bytes, nbytes(call.workspace)
-        expected = f"at least {needed} bytes (sparse_mla_mixed_workspace_size)"
-        c.require(have >= needed, "workspace", expected, have)
+        if call.query.device.type == "cuda" and arch_of(call.query.get_device()) in converted.CONVERT_ARCHS:
+            needed, have = call.converted_bytes, nbytes(call.workspace)
+            expected = f"at least {needed} bytes (sparse_mla_mixed_workspace_size)"
+            c.require(have >= needed, "workspace", expected, have)
 
 
 def _check_converted(c: Checker, call: MixedCall) -> None:
