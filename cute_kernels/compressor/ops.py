@@ -25,6 +25,7 @@ from cute_kernels.runtime import checks
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
+from cute_kernels.runtime.plans import planned
 
 __all__ = [
     "compress_latent",
@@ -168,6 +169,7 @@ _save = define_op(
 )
 
 
+@planned
 def save_partial_states(
     kv: torch.Tensor,
     score: torch.Tensor,
@@ -253,6 +255,7 @@ _slots = define_op(
 )
 
 
+@planned
 def get_compressed_slot_mapping(
     num_tokens: int,
     query_start_loc: torch.Tensor,
@@ -331,6 +334,7 @@ _compress = define_op(
 )
 
 
+@planned
 def compress_norm_rope_store(
     state_cache: torch.Tensor,
     num_actual: int,
@@ -575,6 +579,7 @@ _fused = define_op(
 )
 
 
+@planned
 def fused_compress_norm_rope_store(
     kv_score: torch.Tensor,
     ape: torch.Tensor,
@@ -779,6 +784,7 @@ _latent = define_op(
 )
 
 
+@planned
 def compress_latent(
     kv_score: torch.Tensor,
     positions: torch.Tensor,
@@ -884,6 +890,7 @@ _rope_insert = define_op(
 )
 
 
+@planned
 def rope_quant_insert(
     latent: torch.Tensor,
     positions: torch.Tensor,
@@ -948,6 +955,7 @@ _key_store = define_op(
 )
 
 
+@planned
 def k_norm_rope_store(
     k: torch.Tensor,
     norm_weight: torch.Tensor,
