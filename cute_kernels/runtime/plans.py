@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that come again: a public function's calls as the launches that they come down to.
+"""Plans: a public function's call as the launches that it comes down to.
 
-Such a call checks its arguments, allocates results, chooses kernels and works out their arguments, and all of that
-follows from the metadata of its tensors and from the values of its other arguments. A plan is what a call with just
-these did: the tensors that it allocated, its launches and its result. A call that agrees with it allocates and launches
-the same, without the checks that the other one passed, the dispatcher and the choices.
+Such a call checks its arguments, allocates results, chooses kernels and works out their arguments. All of that follows
+from the metadata of its tensors and from the values of its other arguments. A plan is what one call with just these
+did: the tensors that it allocated, its launches and its result. A call that agrees with it does the same, without the
+checks that the other one passed, torch's dispatcher and the choices.
 
-Only where tensors lie differs from call to call. Among the arguments of launches are tensors of the call, views of them
-and addresses inside them: these are found when a plan is made, and filled in whenever it runs. Addresses decide two
-things more. How they are aligned belongs to what calls must agree in. Whether tensors share elements that they must not
-is looked at again in every call: where it takes more than a comparison of first and last bytes, it is a call without a
-plan.
+Only where tensors lie differs between such calls. The arguments of launches are constants, tensors of the call, views
+of them and addresses inside them: these are found when the plan is made, and filled in whenever it runs. How addresses
+are aligned belongs to what calls must agree in. Whether tensors share elements that they must not is asked every time:
+if more than first and last bytes has to be compared, that call runs without a plan.
 
-Calls without a plan are those which somebody watches (a trace, a dispatch mode, a recording, the profiler), those with
-arguments of other types than tensors, numbers, strings and dtypes, or tuples and lists of them, and those in which torch
-does more than allocate and make views. A plan is made when a call comes the second time: many never do.
+Without plans run calls that somebody watches (a trace, a dispatch mode, a recording, the profiler), those whose
+arguments are more than tensors, numbers, strings and dtypes or containers of them, and those in which torch does more
+than allocate and make views. A plan is made when a call comes the second time: many never do.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import NoneType
@@ -37,13 +37,17 @@ from cute_kernels.runtime.ops import ALIGNMENT, CHECKED, NAMESPACE, NVTX, OPS
 MOST_PLANS, MOST_FORMS = 512, 32
 """Of a form, and of a function: the one that came first goes first."""
 
+OFFSETS = 16
+"""Checks ask what places in storages are multiples of, up to this many elements."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 _ALLOCATIONS = ("aten::empty.memory_format", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
                 "aten::empty_like")  # fmt: skip
-_NUMBERS = (NoneType, bool, int, str, torch.dtype)
+_CONTAINERS = frozenset((tuple, list, dict))
+_PLAIN = (NoneType, bool, int, str, torch.dtype)
 _UNSEEN, _SEEN, _NEVER = "unseen", "seen once", "no plan"
 
 
@@ -63,7 +67,7 @@ def planned(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         values: Sequence[Any] = (*args, *kwargs.values())
         kinds: tuple[Any, ...] = tuple(map(type, values))
-        if tuple in kinds or list in kinds:
+        if not _CONTAINERS.isdisjoint(kinds):
             values, kinds = _flatten(values)
         pattern = (len(args), *kwargs, *kinds)
         form = forms.get(pattern)
@@ -77,7 +81,7 @@ def planned(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         plan = form.plans.get(metadata, _UNSEEN)
         if isinstance(plan, _Plan) and plan.fits(addresses):
-            return plan.run(tensors, addresses)  # type: ignore[no-any-return]
+            return plan.run(tensors, addresses)
         if plan is not _SEEN:
             result = function(*args, **kwargs)
             if plan is _UNSEEN:
@@ -104,16 +108,20 @@ _WATCHES: tuple[Callable[[], Any], ...] = (
 
 
 def _is_watched() -> bool:
-    for watch in _WATCHES:
+    for watch in _WATCHES:  # noqa: SIM110  twice as fast as any()
         if watch():
             return True
     return False
 
 
+_lock = threading.Lock()
+
+
 def _keep(known: dict[Any, Any], key: Any, value: Any, most: int) -> None:
-    if len(known) >= most:
-        known.pop(next(iter(known), None), None)  # another thread may have been faster
-    known[key] = value
+    with _lock:
+        if len(known) >= most:
+            known.pop(next(iter(known), None), None)
+        known[key] = value
 
 
 # ---- what calls agree in
@@ -133,13 +141,13 @@ class _Form:
 
 
 def _flatten(values: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Values with those of tuples and lists in their places, and types, with those of a tuple or list behind its own."""
+    """(values, with those inside containers in their place; types, where a container's is followed by those inside)"""
     flat: list[Any] = []
     kinds: list[Any] = []
     for value in values:
         kind = type(value)
-        if kind is tuple or kind is list:
-            inner, inner_kinds = _flatten(value)
+        if kind in _CONTAINERS:
+            inner, inner_kinds = _flatten([part for item in value.items() for part in item] if kind is dict else value)
             flat += inner
             kinds.append((kind, *inner_kinds))
         else:
@@ -160,7 +168,7 @@ def _is_tensor(kind: type) -> bool:
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _describer(kinds: tuple[type, ...]) -> Any:
     """`describe` of calls with values of these types: one expression, as every call asks."""
     tensors = [i for i, kind in enumerate(kinds) if _is_tensor(kind)]
@@ -168,11 +176,11 @@ def _describer(kinds: tuple[type, ...]) -> Any:
     for i, kind in enumerate(kinds):
         if i in tensors:
             parts.append(f"v{i}.dtype, v{i}.device, v{i}.shape, v{i}.stride()")
-            parts.append(f"p{i} % {ALIGNMENT}, v{i}.storage_offset() % {ALIGNMENT}")
+            parts.append(f"p{i} % {ALIGNMENT}, v{i}.storage_offset() % {OFFSETS}")
             parts.append(f"grad and v{i}.requires_grad")
         elif kind is float:
             parts.append(f"v{i} or str(v{i})")  # 0.0 is not -0.0
-        elif kind in _NUMBERS:
+        elif kind in _PLAIN:
             parts.append(f"v{i}")
         else:
             return None
@@ -295,7 +303,8 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == NAMESPACE and _are_on_gpu(args):
             op = OPS[func._schema.name.partition("::")[2]]
-            assert op.contract is not None and op.on_cuda is not None
+            assert op.contract is not None
+            assert op.on_cuda is not None
             self.calls.append((op.contract, args))
             with self:  # not through the dispatcher: what the op asks torch for would pass unseen
                 return op.on_cuda(*args)

@@ -5,45 +5,23 @@ function itself launches there. On tensors of the CPU, with kernels that note th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from cute_kernels.runtime import arch, plans
+from cute_kernels.compressor import ops as compressor
 from cute_kernels.runtime import compile as compile_
+from cute_kernels.runtime import plans
 from cute_kernels.runtime.ops import Op
 from cute_kernels.runtime.registry import ops_with_kernels
 from cute_kernels.runtime.verify import examples_of
 from perf import public
+from tests.runtime.conftest import Launches
 
 EXAMPLES = 12
 """Of an op, at most."""
-
-UNPLANNED = {"compress_norm_rope_store"}
-"""Ops whose public functions take objects of an engine."""
-
-Launches = list[tuple[Any, tuple[Any, ...]]]
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    """What is launched: kernels run nowhere, and memory of the CPU counts as a Hopper's."""
-    launches: Launches = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(plans, "_are_on_gpu", lambda values: True)
-    monkeypatch.setattr(compile_, "_functions", {})
-    monkeypatch.setattr(compile_, "_obtain", lambda key, index: lambda *args: launches.append((key, args)))
-    for known in (arch.arch_of, arch.multiprocessors):
-        known.cache_clear()
-    yield launches
-    for known in (arch.arch_of, arch.multiprocessors):
-        known.cache_clear()
 
 
 class Mover:
@@ -93,6 +71,15 @@ def seen(values: Sequence[Any], given: Sequence[torch.Tensor], allocated: Sequen
     ]
 
 
+def planned_function(call: Any) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
+    """(a public function without its plans, arguments)"""
+    function, kwargs = call.func, dict(call.keywords)
+    if function is compressor.compress_norm_rope_store:
+        function, kwargs["entry_slots"] = compressor._store_entries, kwargs.pop("k_cache_metadata").slot_mapping
+        del kwargs["pdl_kwargs"]
+    return function.__wrapped__, call.args, kwargs
+
+
 def results(value: Any) -> list[Any]:
     return [*value] if isinstance(value, tuple) else [value]
 
@@ -109,11 +96,7 @@ def test_a_plan_launches_what_the_function_does(op: Op, launched: Launches) -> N
     assert examples is not None
     planned = 0
     for example in itertools.islice(examples(), EXAMPLES):
-        call: Any = public.bind(op.name, example.args)
-        function, args, kwargs = call.func.__wrapped__, call.args, call.keywords
-        if op.name in UNPLANNED:
-            assert describe(args, kwargs) is None
-            return
+        function, args, kwargs = planned_function(public.bind(op.name, example.args))
         with compile_.record_launches() as launches, plans._Watch() as watch:
             result = function(*args, **kwargs)
         if not launches:
