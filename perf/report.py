@@ -14,6 +14,7 @@ from perf.grid import BETWEEN
 from perf.records import Book, Cell, Conditions, Record, Row
 from perf.tables import table
 from perf.targets import (
+    BINDS,
     LAYER,
     LAYER_GAIN,
     LAYER_TARGETS_US,
@@ -85,8 +86,9 @@ def fmt_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)
+def _wrap(text: str, indent: str = "") -> list[str]:
+    """Lines of 120 columns, all but the first one indented."""
+    return textwrap.wrap(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _geometric_mean(values: Sequence[float]) -> float:
@@ -214,9 +216,20 @@ def _losing(gpu: str, records: Sequence[Record]) -> list[str]:
                 ]
             )
         header = ("op", "case", "ours µs", "best peer µs", "times as fast", "limit µs", "why")
-        lines += ["", *table(header, rows, (2, 3, 4, 5))]
+        lines += ["", *table(header, rows, (2, 3, 4, 5)), "", *_binding({cell.op for cell, _ in lost})]
     slow = [(c, why) for c in _host_cells(records) if (why := host_loss(c, c.ours)) is not None]
-    lines += ["", *(f"* {c.op}, {c.tensors} tensors: {why}" for c, why in slow)] if slow else []
+    if slow:
+        lines += ["", "Host time over its limit:", "", *(f"* {c.op}, {c.tensors} tensors: {why}" for c, why in slow)]
+    return lines
+
+
+def _binding(ops: Collection[str]) -> list[str]:
+    """What binds the losing cells of these ops, an item a group."""
+    lines = ["What binds them:", ""]
+    for group, (what, pages) in BINDS.items():
+        if named := ", ".join(op for op in group if op in ops):
+            links = ", ".join(f"[{page}](notes/{page}.md)" for page in pages)
+            lines += _wrap(f"* {named}: {what} ({links})", "  ")
     return lines
 
 

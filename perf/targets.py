@@ -155,6 +155,61 @@ TARGETS_US: Mapping[tuple[str, str, str], float] = {
 HOST_TARGETS_US: Mapping[int, float] = dict.fromkeys(range(1, 6), 10.0)
 """Tensors that a mutating op takes -> microseconds of host time of an eager call."""
 
+BINDS: Mapping[tuple[str, ...], tuple[str, tuple[str, ...]]] = {
+    ("bf16_gemm",): (
+        "256 and 512 rows of few outputs: K is cut in two for a CTA each, whose exchange of sums costs 3 µs; from the "
+        "first instruction to the first chunk in registers 1.6 µs, which nothing hides apart",
+        ("gemm",),
+    ),
+    ("fp8_gemm", "deepseek_v4_fp8_einsum"): (
+        "from 512 rows on the chip's power, of which copies take a sixth, and a second work tile per CTA; up to 256 "
+        "rows what lies ahead of the first product",
+        ("gemm", "gemm_swap_ab"),
+    ),
+    ("fp8_gemm_squares",): (
+        "as fp8_gemm, and the sums of squares themselves, 4 to 7%, which the peers' time here leaves out",
+        ("gemm",),
+    ),
+    ("fused_inv_rope", "fused_inv_rope_fp8_quant", "fused_q_kv_rmsnorm", "mtp_shared_head_rmsnorm"): (
+        "a launch, and the chain from position to angle, row and store; from some hundred rows on memory",
+        ("norms",),
+    ),
+    (
+        "compute_global_topk_indices_and_lens",
+        "build_flashinfer_mixed_sparse_indices",
+    ): ("a launch and one barrier of a row's CTA; from 8192 rows on memory", ("indices",)),
+    ("fused_compress_norm_rope_store", "compress_norm_rope_store"): (
+        "memory in long calls; in short ones reads that wait for each other: a token's numbers, its request's, rows",
+        ("compressor_ratio4", "compressor_ratio128"),
+    ),
+    ("save_partial_states", "quantize_and_insert_k_cache", "dequantize_and_gather_k_cache"): (
+        "memory, with pages in random order; in short calls the chain from slot to store",
+        ("save_partial_states", "kv_cache", "memory_bound"),
+    ),
+    ("cp_gather_indexer_k_quant_cache", "fused_indexer_q_rope_quant_fp8"): (
+        "memory; in short calls the chain from position to angles and store",
+        ("indexer_query",),
+    ),
+    ("merge_attention_states",): ("a launch, and two reads that wait for each other", ("decode",)),
+    ("mqa_logits", "paged_mqa_logits"): (
+        "paged calls memory, four rows a request and prefill products and sums together; MXFP4 no single unit: its "
+        "dequantization shares the integer pipe with the sums",
+        ("logits", "logits_mxfp4"),
+    ),
+    ("sparse_mla_decode",): (
+        "the path to shared memory, busy for 90% of the time between launch and end; one long row among 34 to 66: its "
+        "own tiles, which one cluster takes one after the other",
+        ("decode", "decode_small_heads"),
+    ),
+    ("sparse_mla_prefill",): ("the energy of long lists; short ones what lies between work tiles", ("prefill",)),
+    ("top_k_per_row_decode", "top_k_per_row_prefill"): (
+        "of long rows the second pass over scores, of short ones a launch and its barriers",
+        ("topk",),
+    ),
+    ("layer", "layer_v41"): ("from 2048 rows on products, and with them the chip's power", ("layer", "gemm")),
+}
+"""Ops with losing cells -> what binds those, and the pages of perf/notes that have the measurements."""
+
 
 def limit_us(gpu: str, cell: Cell) -> float | None:
     """What our kernel must not exceed: a stated time, else the best peer's and a little; None without either."""

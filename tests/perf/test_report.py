@@ -13,10 +13,11 @@ import pytest
 
 from perf import plots, report
 from perf.records import Book, collect, parse
-from perf.targets import host_loss, limit_us, losses
+from perf.targets import BINDS, host_loss, limit_us, losses
 from tests.perf import synthetic
 from tests.perf.synthetic import GPU, LEFT_OUT, cell, layer_cell, record
 
+ROOT = Path(__file__).parent.parent.parent
 GATHER = "dequantize_and_gather_k_cache"
 DECODE = "sparse_mla_decode"
 
@@ -241,6 +242,24 @@ def test_the_smaller_of_both_ratios_is_stated() -> None:
     numbers = line(report.render_numbers(book(*cells)), f"`{synthetic.INSERT}`")
     assert numbers[1:5] == ["T=3", "2.00 / 3.00", "0.1", "2.10 / 2.90 a"]
     assert numbers[5] == "1.32 (0.97 to 2.00)"
+
+
+def test_what_binds_losing_cells_is_listed() -> None:
+    lost = section(report.render_report(book(cell(8, 10**6, 2.1, {"vllm-triton": 2.0}))), "Where we lose")
+    named = [line for line in lost.splitlines() if line.startswith("* ")]
+    assert named[0].startswith(f"* {synthetic.INSERT}: memory")
+    assert "](notes/kv_cache.md)" in lost
+    assert len(named) == 1, "only what loses"
+    assert "What binds" not in report.render_report(book(cell(8, 10**6, 1.9, {"vllm-triton": 2.0})))
+
+
+def test_every_op_that_loses_in_the_records_says_what_binds_it() -> None:
+    explained = {op for group in BINDS for op in group}
+    for gpu, records in collect(ROOT / "perf/results").gpus():
+        losing = {found.op for found, _ in report.losing_cells(gpu, records)}
+        assert losing <= explained, gpu
+    pages = {page for _, pages in BINDS.values() for page in pages}
+    assert all((ROOT / f"perf/notes/{page}.md").is_file() for page in pages)
 
 
 def test_conditions_stand_beside_the_machine() -> None:
