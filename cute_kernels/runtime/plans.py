@@ -92,6 +92,9 @@ def planned(function: Callable[P, R]) -> Callable[P, R]:
         form.plans[metadata] = _plan(tensors, watch, launches, result) or _NEVER
         return result
 
+    # torch.compile keeps what it makes of functions with their code, and only so much: each has code of its own
+    own: Any = call
+    own.__code__ = own.__code__.replace(co_name=function.__name__)
     return call
 
 

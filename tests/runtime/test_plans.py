@@ -280,6 +280,12 @@ def test_traces_have_the_op() -> None:
         torch.func.vmap(lambda row: scale(row[None], 2.0, out=torch.empty_like(row)[None]))(x)
 
 
+def test_functions_are_compiled_each_for_itself() -> None:
+    """torch.compile gives up on code that it has compiled for many functions."""
+    assert planned(lambda x: x).__code__ is not planned(lambda x: x).__code__  # type: ignore[attr-defined]
+    assert scale.__code__.co_name == scale.__name__ == "scale"  # type: ignore[attr-defined]
+
+
 def test_what_torch_does_beside_launches_is_in_no_plan() -> None:
     for _ in range(4):
         assert not is_planned(lambda: scale(numbers(), 2.0, is_filled=True))
