@@ -10,8 +10,6 @@ from functools import cache
 
 import torch
 
-from cute_kernels.runtime import kept
-
 ARCH_OF_CAPABILITY = {
     (8, 0): "sm_80",
     (8, 6): "sm_86",
@@ -96,9 +94,7 @@ def small_grids(most: int | None) -> Iterator[None]:
     several; None: as many as suit the GPU. How calls are split does not change. Not thread-safe."""
     global _most_ctas
     before, _most_ctas = _most_ctas, most
-    kept.forget()
     try:
         yield
     finally:
         _most_ctas = before
-        kept.forget()

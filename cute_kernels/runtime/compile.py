@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.runtime import cache, kept
+from cute_kernels.runtime import cache
 from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.log import logger
 from cute_kernels.runtime.report import Facts, Report, find_nvdisasm, make_report
@@ -131,11 +131,6 @@ def record_launches() -> Iterator[list[tuple[KernelKey | Callable[..., None], in
         _recorder.launches = None
 
 
-def is_recording() -> bool:
-    """Whether this thread is inside `record_launches`."""
-    return _recorder.launches is not None
-
-
 @contextlib.contextmanager
 def watch_launches() -> Iterator[list[tuple[KernelKey | Callable[..., None], int, tuple[Any, ...]]]]:
     """As `record_launches`, which may be active: the list has this thread's launches afterwards."""
@@ -193,12 +188,10 @@ def collect() -> Iterator[dict[KernelKey, None]]:
     global _functions, _collected
     before = _functions, _collected
     _functions, _collected = {}, {}
-    kept.forget()
     try:
         yield _collected
     finally:
         _functions, _collected = before
-        kept.forget()
 
 
 @contextlib.contextmanager
@@ -208,12 +201,10 @@ def substitute(instead: Mapping[KernelKey, KernelKey]) -> Iterator[None]:
     global _functions, _instead
     before = _functions, _instead
     _functions, _instead = {}, instead
-    kept.forget()
     try:
         yield
     finally:
         _functions, _instead = before
-        kept.forget()
 
 
 def _do_nothing(*args: Any) -> None:
@@ -230,12 +221,10 @@ def use_folder(folder: str) -> Iterator[None]:
     outside = {name: os.environ.get(name) for name in inside}
     _functions, _linked = {}, {}
     os.environ.update(inside)
-    kept.forget()
     try:
         yield
     finally:
         _functions, _linked = before
-        kept.forget()
         for name, value in outside.items():
             if value is None:
                 del os.environ[name]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of calls, as long as nothing changes which kernels calls run."""
+"""What is kept of calls, as long as no other kernels may run."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def table() -> dict[Any, Any]:
 
 
 def forget() -> None:
-    """Empty all tables: for whoever changes which kernels calls run, or what they are launched with."""
+    """Empty all tables: for whoever changes for good which kernels calls run."""
     for known in _tables:
         known.clear()

@@ -27,8 +27,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cute_kernels.runtime import arch, kept, record, trust
 from cute_kernels.runtime import compile as compile_
-from cute_kernels.runtime import kept, record
 from cute_kernels.runtime.contract import Contract, disjoint, span
 from cute_kernels.runtime.key import KernelKey
 from cute_kernels.runtime.ops import ALIGNMENT, CHECKED, NAMESPACE, NVTX, OPS
@@ -56,8 +56,8 @@ _UNSEEN, _SEEN, _NEVER = "unseen", "seen once", "no plan"
 def planned(function: Callable[P, R]) -> Callable[P, R]:
     """`function`, with plans for calls that come again.
 
-    It may depend on nothing but its arguments and what `kept.forget` is called for, and launches kernels through ops of
-    this package only.
+    It may depend on nothing but its arguments, what `_is_watched` looks at and what `kept.forget` is called for, and
+    launches kernels through ops of this package only.
     """
     if CHECKED or NVTX:
         return function
@@ -107,16 +107,23 @@ _WATCHES: tuple[Callable[[], Any], ...] = (
     torch._C._get_tracing_state,
     torch._C._autograd._profiler_enabled,
     record.active,
-    compile_.is_recording,
 )
 """What is true while somebody would miss what a call does beside its launches."""
 
+_FUNCTIONS = compile_._functions
+
 
 def _is_watched() -> bool:
-    for watch in _WATCHES:  # noqa: SIM110  twice as fast as any()
+    """Whether somebody would miss something; or other kernels run than otherwise, or in other grids."""
+    for watch in _WATCHES:
         if watch():
             return True
-    return False
+    return (
+        compile_._recorder.launches is not None
+        or compile_._functions is not _FUNCTIONS
+        or arch._most_ctas is not None
+        or trust._chosen is not None
+    )
 
 
 def _keep(known: dict[Any, Any], key: Any, value: Any, most: int) -> None:

@@ -68,12 +68,10 @@ def choose(own: bool | str) -> Iterator[dict[tuple[str, str], None]]:
     global _chosen, _asked
     before = _chosen, _asked
     _chosen, _asked = own, {}
-    kept.forget()
     try:
         yield _asked
     finally:
         _chosen, _asked = before
-        kept.forget()
 
 
 def _decide(op: str, kernel: str, device_index: int) -> bool:

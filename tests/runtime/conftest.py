@@ -53,7 +53,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(plans, "_are_on_gpu", lambda values: True)
-    monkeypatch.setattr(compile_, "_functions", {})
     monkeypatch.setattr(compile_, "_obtain", lambda key, index: lambda *args: launches.append((key, args)))
 
     def forget() -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -313,8 +314,8 @@ def test_traces_have_the_op() -> None:
 
 def test_functions_are_compiled_each_for_itself() -> None:
     """torch.compile gives up on code that it has compiled for many functions."""
-    assert planned(lambda x: x).__code__ is not planned(lambda x: x).__code__  # type: ignore[attr-defined]
-    assert scale.__code__.co_name == scale.__name__ == "scale"  # type: ignore[attr-defined]
+    assert planned(lambda x: x).__code__ is not planned(lambda x: x).__code__
+    assert scale.__code__.co_name == scale.__name__ == "scale"
 
 
 def test_what_torch_does_beside_launches_is_in_no_plan() -> None:
@@ -345,21 +346,24 @@ CHANGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_plans_end_where_other_kernels_would_run(change: str) -> None:
-    x, out = numbers(), numbers()
+def test_where_other_kernels_would_run_there_are_no_plans(change: str) -> None:
+    x, out, other = numbers(), numbers(), numbers(4)
     plan_of(x, 2.0, out=out)
     with CHANGES[change]():
-        assert not is_planned(lambda: scale(x, 2.0, out=out))
-    assert not is_planned(lambda: scale(x, 2.0, out=out))
+        for _ in range(4):
+            assert not is_planned(lambda: scale(x, 2.0, out=out))
+            assert not is_planned(lambda: scale(other, 2.0))
+    assert is_planned(lambda: scale(x, 2.0, out=out))
+    plan_of(other, 2.0)
 
 
-def test_grids_are_those_of_the_moment(launched: Launches) -> None:
+def test_a_verdict_ends_all_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(trust.cache, "current", lambda: trust.cache.Store(tmp_path))
+    monkeypatch.setattr(trust, "gpu_of", lambda index: {"name": "A GPU"})
     x, out = numbers(), numbers()
-    for grid, context in ((100, nullcontext()), (7, arch.small_grids(7)), (100, nullcontext())):
-        with context:
-            for _ in range(3):
-                scale(x, 2.0, out=out)
-        assert launched[-1][1][-1] == grid
+    plan_of(x, 2.0, out=out)
+    assert trust.keep("test_scale", "tests.scale", None, "fail", 1, "") == ""  # type: ignore[arg-type]
+    plan_of(x, 2.0, out=out)
 
 
 def test_plans_hold_no_memory(launched: Launches) -> None:
