@@ -19,7 +19,6 @@ than allocate and make views. A plan is made when a call comes the second time: 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import NoneType
@@ -36,6 +35,9 @@ from cute_kernels.runtime.ops import ALIGNMENT, CHECKED, NAMESPACE, NVTX, OPS
 
 MOST_PLANS, MOST_FORMS = 512, 32
 """Of a form, and of a function: the one that came first goes first."""
+
+LEAST_ADDRESS = 1 << 32
+"""Numbers from here on may be addresses of memory: a launch with one that is in no tensor is in no plan."""
 
 OFFSETS = 16
 """Checks ask what places in storages are multiples of, up to this many elements."""
@@ -89,7 +91,7 @@ def planned(function: Callable[P, R]) -> Callable[P, R]:
             return result
         with compile_.record_launches() as launches, _Watch() as watch:
             result = function(*args, **kwargs)
-        form.plans[metadata] = _plan(tensors, watch, launches, result) or _NEVER
+        _keep(form.plans, metadata, _plan(tensors, watch, launches, result) or _NEVER, MOST_PLANS)
         return result
 
     # torch.compile keeps what it makes of functions with their code, and only so much: each has code of its own
@@ -124,14 +126,11 @@ def _is_watched() -> bool:
     )
 
 
-_lock = threading.Lock()
-
-
 def _keep(known: dict[Any, Any], key: Any, value: Any, most: int) -> None:
-    with _lock:
-        if len(known) >= most:
-            known.pop(next(iter(known), None), None)
-        known[key] = value
+    if key not in known and len(known) >= most:
+        for oldest in list(known)[:1]:  # a copy, as other threads may change the table
+            known.pop(oldest, None)
+    known[key] = value
 
 
 # ---- what calls agree in
@@ -186,7 +185,8 @@ def _describer(kinds: tuple[type, ...]) -> Any:
     for i, kind in enumerate(kinds):
         if i in tensors:
             parts.append(f"v{i}.dtype, v{i}.device, v{i}.shape, v{i}.stride()")
-            parts.append(f"p{i} % {ALIGNMENT}, v{i}.storage_offset() % {OFFSETS}")
+            # the dispatcher makes plain tensors of those whose memory has the negative (is_neg), or that have none
+            parts.append(f"p{i} % {ALIGNMENT} if p{i} else None, v{i}.storage_offset() % {OFFSETS}, v{i}.is_neg()")
             parts.append(f"grad and v{i}.requires_grad")
         elif kind is float:
             parts.append(f"v{i} or str(v{i})")  # 0.0 is not -0.0
@@ -402,27 +402,28 @@ class _Bases:
                 place, view = self.find(value)
                 if view is not None:
                     launch.views.append((position, place, view))
-                elif place is not None:
-                    launch.tensors.append((position, place))
                 else:
-                    continue
+                    launch.tensors.append((position, place))
                 launch.arguments[position] = None
             elif type(value) is int:
                 inside = [place for place, (first, end) in enumerate(self.spans) if first <= value < end]
                 behind = [place for place, (_, end) in enumerate(self.spans) if value == end]
                 for place in (inside or behind)[:1]:
                     launch.addresses.append((position, place, value - self.spans[place][0]))
+                if not (inside or behind or abs(value) < LEAST_ADDRESS):
+                    raise _Unplanned
+            elif type(value) not in (bool, float, str, NoneType):
+                raise _Unplanned
         return launch
 
-    def find(self, tensor: torch.Tensor) -> tuple[Any, _View | None]:
-        """(which tensor one is, None), (that of which it is a view, the view), or (None, None) of one that was there
-        before the call."""
-        for place, base in enumerate(self.tensors):
-            if tensor is base:
+    def find(self, tensor: torch.Tensor) -> tuple[int, _View | None]:
+        """(which tensor one is, None) or (that of which it is a view, the view)"""
+        for place in range(len(self.tensors) - 1, -1, -1):  # results are the last ones of those that are given twice
+            if tensor is self.tensors[place]:
                 return place, None
         memory = tensor.untyped_storage()._cdata
         if all(base.untyped_storage()._cdata != memory for base in self.tensors):
-            return None, None
+            raise _Unplanned
         place = self.base(tensor)
         base, size = self.tensors[place], self.tensors[place].element_size()
         if base.dtype != tensor.dtype and size != 1:
@@ -438,13 +439,11 @@ class _Bases:
         if type(value) is tuple:
             parts = [self.result(part) for part in value]
             return lambda tensors: tuple(part(tensors) for part in parts)
-        if isinstance(value, torch.Tensor) and value.numel() == 0:
+        if isinstance(value, torch.Tensor) and value.numel() == 0 and all(value is not base for base in self.tensors):
             nothing = value.shape, value.stride(), value.dtype, value.device
             return lambda tensors: _empty(*nothing)
         if isinstance(value, torch.Tensor):
             place, view = self.find(value)
-            if place is None:
-                raise _Unplanned
             return lambda tensors: tensors[place] if view is None else view.of(tensors[place])
         if value is not None:
             raise _Unplanned

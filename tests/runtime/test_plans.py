@@ -236,7 +236,38 @@ def test_in_place_is_a_plan_of_the_very_tensor(launched: Launches) -> None:
         scale(rows[16:19], 2.0, out=rows[17:20])
 
 
+def test_the_result_is_the_tensor_that_was_given() -> None:
+    rows, other, empty = numbers(64, 8), numbers(), numbers()[:0]
+    plan_of(rows[:3], 2.0, out=rows[:3])
+    x, out = rows[:3], rows[:3]
+    assert scale(x, 2.0, out=out) is out
+    bases = plans._Bases([other, empty], 2)
+    assert bases.result((other, empty))([other, empty])[1] is empty
+
+
 # ---- calls without plans
+
+
+def test_tensors_that_are_not_what_their_memory_holds_have_no_plan() -> None:
+    out = numbers()
+    plan_of(numbers(), 2.0, out=out)
+    negative = torch._neg_view(numbers())
+    for _ in range(4):
+        assert not is_planned(lambda: scale(negative, 2.0, out=out))
+        with pytest.raises(ValueError, match="x: expected stride 1"):  # zeros as the dispatcher makes them
+            scale(torch._efficientzerotensor((3, 8)), 2.0, out=out)
+
+
+LOST = numbers()
+
+
+@pytest.mark.parametrize(
+    "argument", [LOST, LOST.data_ptr(), (1, 2), 1 << 40], ids=["tensor", "address", "tuple", "number"]
+)
+def test_launches_that_the_call_does_not_explain_are_in_no_plan(argument: Any) -> None:
+    x, key = numbers(), ScaleKey("sm_90a")
+    assert plans._plan([x], plans._Watch(), [(key, 0, (x, x.data_ptr(), 5, 0.5, None))], x) is not None
+    assert plans._plan([x], plans._Watch(), [(key, 0, (x, argument))], x) is None
 
 
 class Dispatches(TorchDispatchMode):
