@@ -222,6 +222,8 @@ class _View:
     size: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.offset == 0 and self.dtype == tensor.dtype:
+            return tensor.as_strided(self.shape, self.strides)  # two thirds of the time of the next one
         start = tensor.storage_offset() + self.offset
         if self.dtype == tensor.dtype:
             return tensor.as_strided(self.shape, self.strides, start)
