@@ -11,9 +11,10 @@ of them and addresses inside them: these are found when the plan is made, and fi
 are aligned belongs to what calls must agree in. Whether tensors share elements that they must not is asked every time:
 if more than first and last bytes has to be compared, that call runs without a plan.
 
-Without plans run calls that somebody watches (a trace, a dispatch mode, a recording, the profiler), those whose
-arguments are more than tensors, numbers, strings and dtypes or containers of them, and those in which torch does more
-than allocate and make views. A plan is made when a call comes the second time: many never do.
+Without plans run calls that somebody watches (a trace, a dispatch or function mode, of which torch.set_default_device
+is one, a recording, the profiler), those whose arguments are more than tensors, numbers, strings and dtypes or
+containers of them, and those in which torch does more than allocate and make views. A plan is made when a call comes
+the second time: many never do.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def _describer(kinds: tuple[type, ...]) -> Any:
     parts = ["grad"]
     for i, kind in enumerate(kinds):
         if i in tensors:
-            parts.append(f"v{i}.dtype, v{i}.device, v{i}.shape, v{i}.stride()")
+            parts.append(f"v{i}.dtype, v{i}.get_device(), v{i}.shape, v{i}.stride()")
             # the dispatcher makes plain tensors of those whose memory has the negative (is_neg), or that have none
             parts.append(f"p{i} % {ALIGNMENT} if p{i} else None, v{i}.storage_offset() % {OFFSETS}, v{i}.is_neg()")
             parts.append(f"grad and v{i}.requires_grad")
