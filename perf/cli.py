@@ -165,8 +165,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     written = commands.add_parser(
         "report",
-        help="write perf/REPORT.md, perf/plots and the README's numbers from the records",
-        description="Write perf/REPORT.md, perf/plots and the README's numbers from perf/results/<gpu>/<op>.json.",
+        help="write perf/REPORT.md, perf/plots and the pages' numbers from the records",
+        description="Write perf/REPORT.md, perf/plots and the numbers of README.md and docs/engines.md from "
+        "perf/results/<gpu>/<op>.json.",
     )
     written.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="repository to work on (this one)")
     written.add_argument("--no-plots", action="store_true", help="leave the pictures as they are")
@@ -583,7 +584,7 @@ def measure_engines(options: argparse.Namespace) -> int:
 
 def write_report(options: argparse.Namespace) -> int:
     root: Path = options.root
-    for wanted in (root / "README.md", root / "perf/results"):
+    for wanted in (*(root / name for name in report.PAGES), root / "perf/results"):
         if not wanted.exists():
             raise Refusal(f"--root: {wanted} does not exist")
     book = collect(root / "perf/results")

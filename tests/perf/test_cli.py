@@ -264,6 +264,8 @@ def test_several_ops_run_in_a_process_each(
 def root(tmp_path: Path) -> Path:
     markers = report.HEADLINE_BEGIN, report.HEADLINE_END, report.BEGIN, report.END
     (tmp_path / "README.md").write_text("\n".join(("# x", *markers, "")))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/engines.md").write_text("\n".join(("# y", report.GAIN_BEGIN, report.GAIN_END, "")))
     synthetic.write(tmp_path, record([cell(1, 1616, 1.9, {"vllm-triton": 4.38}), cell(64, 103_424, 2.0)]))
     return tmp_path
 
@@ -271,7 +273,7 @@ def root(tmp_path: Path) -> Path:
 def test_report_writes_and_lists_losing_cells(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", "--root", str(root), "--no-plots"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("perf/REPORT.md\nREADME.md\n")
+    assert printed.startswith("perf/REPORT.md\nREADME.md\ndocs/engines.md\n")
     assert "over the stated target of 1.80 µs" in printed
     assert "## NVIDIA H200" in (root / "perf/REPORT.md").read_text()
     assert f"`{INSERT}`" in (root / "README.md").read_text()
@@ -313,6 +315,7 @@ def test_report_needs_the_markers(root: Path, capsys: pytest.CaptureFixture[str]
     assert "README.md: expected one <!-- headline:begin -->" in refused(
         capsys, "report", "--root", str(root), "--no-plots"
     )
+    assert not (root / "perf/REPORT.md").exists()
     assert not (root / "perf/REPORT.md").exists()
 
 
