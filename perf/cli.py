@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -241,12 +242,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         "parallel": measure_parallel,
     }
     try:
-        return commands[options.command](options)
+        status = commands[options.command](options)
+        sys.stdout.flush()
+        return status
     except (Refusal, RecordError) as error:
         print(f"{PROGRAM} {options.command}: error: {error}", file=sys.stderr)
         return 2
     except PeerMissing as error:
         print(f"{PROGRAM} {options.command}: {error}; --allow-missing-peers skips it", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # who reads the output has enough of it, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to be written at the end
         return 1
 
 

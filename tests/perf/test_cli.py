@@ -257,6 +257,20 @@ def test_several_ops_run_in_a_process_each(
         assert (options["replays"], options["json"]) == (15, out / f"{command[5]}.json")
 
 
+@pytest.mark.full
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    for size in (9, 100_000):  # written at the end, and while the command runs
+        shown = f"cli.show_records = lambda options: print('x' * {size})"
+        code = f"from perf import cli; {shown}; cli.main(['show', 'engines'])"
+        with subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.close()
+            assert process.stderr.read() == ""
+
+
 # ---- report ----------------------------------------------------------------------------------------------------------
 
 
