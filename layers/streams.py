@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from cute_kernels.runtime.streams import make_stream
+
 
 class _GraphStreams(threading.local):
-    """By device, a stream for captured steps: a thread's own, as two threads may capture at the same time."""
+    """By device, a stream for captured steps: a thread's own, as two threads may capture at the same time. It is none
+    of torch's pool, which an engine may capture or run other work on."""
 
     def __init__(self) -> None:
         self.of: dict[int, torch.cuda.Stream] = {}
@@ -20,15 +23,14 @@ _graph_streams = _GraphStreams()
 
 
 def graph_streams(device: torch.device) -> Sequence[torch.cuda.Stream]:
-    """The auxiliary stream of this thread's steps, if one is being captured."""
+    """The auxiliary stream of this thread's steps, if one is being captured; none for what runs on that stream."""
     if device.type != "cuda" or torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
         return ()
     index = torch.cuda.current_device() if device.index is None else device.index
-    current = torch.cuda.current_stream(index)
-    # torch deals streams out of a pool of 32, over and over: the one that is captured may be ours of a capture before
-    while _graph_streams.of.get(index, current) == current:
-        _graph_streams.of[index] = torch.cuda.Stream(index)
-    return (_graph_streams.of[index],)
+    if index not in _graph_streams.of:
+        _graph_streams.of[index] = make_stream(index)
+    stream = _graph_streams.of[index]
+    return () if torch.cuda.current_stream(index) == stream else (stream,)
 
 
 def start_on_streams(
@@ -55,9 +57,8 @@ def start_on_streams(
         stream.wait_event(ready)
         with torch.cuda.stream(stream):
             results[number + 1] = task()
-            # on a stream of our own memory is not taken again before the next fork, which is behind all uses of this; a
-            # caller's that is the same one of the pool is another object
-            if not any(stream is own for own in _graph_streams.of.values()):
+            # on a stream of our own memory is not taken again before the next fork, which is behind all uses of this
+            if stream not in _graph_streams.of.values():
                 results[number + 1].record_stream(current)
         done.append(stream.record_event())
     if not is_first_ahead:

@@ -40,6 +40,7 @@ from typing import Any
 import torch
 
 from cute_kernels.runtime.record import Cost, record_calls
+from cute_kernels.runtime.streams import make_stream
 from perf.conditions import first_gpu
 from perf.peers import versions
 from perf.public import bind
@@ -191,9 +192,9 @@ def time_apart(
 
 @cache
 def fixed_streams() -> tuple[torch.cuda.Stream, ...]:
-    """That of captures, and three beside it for what runs side by side. torch deals streams out of a pool of 32, over
-    and over: one that was asked for at another time may be the one that captures, and then nothing runs beside it."""
-    return tuple(torch.cuda.Stream() for _ in range(4))
+    """That of captures, and three beside it for what runs side by side. None is of torch's pool: beside a stream that
+    captures, work on the same one would run behind it."""
+    return tuple(make_stream(torch.cuda.current_device()) for _ in range(4))
 
 
 def capture(

@@ -143,10 +143,9 @@ class TranslateKernel:
         if ptx.any_of_group(Int32(0), self.warps * LANES, missing) != 0:
             missing, end = block_sum_and_max(missing, end, self.warps)
             count += missing
-            if end > count:
-                cute.arch.sync_threads()
-                if thread < LANES:
-                    self.close_holes(indices.row(row), indices.columns)
+            # all slots have been stored ahead of the barrier that said so
+            if end > count and thread < LANES:
+                self.close_holes(indices.row(row), indices.columns)
         ptx.store_global_s32(lens + Int64(row) * 4, count if is_valid != 0 else Int32(0), thread == 0)
 
     @cute.jit

@@ -217,11 +217,11 @@ BF16_TILES: tuple[Tile, ...] = (
 """Of bf16 operands, whole and with K cut; chunks have 64 columns. Fitted to times of 64 to 512 rows on an H200, means
 of dependents back to back and of others apart (perf/log/data/gemm_flow_1.txt)."""
 
-FEWER_STAGES = {BF16_TILES[1].key: replace(BF16_TILES[1].key, stages=8)}
-"""The same work tiles of more than MANY_STAGED_ROWS rows. The more copies are under way, the longer each takes: on an
-H200 256 rows are 0 to 4% faster with 8 stages, 128 rows 11 to 15% slower (perf/log/data/gemm_clocks_1.txt)."""
-
-MANY_STAGED_ROWS = 192
+FEWER_STAGES = ((112, 8), (80, 10))
+"""(CTAs from which on, stages) of the bf16 kernel that cuts K in two, for more than BOX_ROWS rows; the first that fits.
+The more copies are under way, the longer each takes. On an H200, 12, 10 and 8 stages, means of back to back and apart,
+K 4096: 64 CTAs 6.7, 7.0, 7.3 us; 96 CTAs 7.4 to 7.7, 7.2 to 7.3, 7.5; 128 CTAs 8.6, 8.6, 8.3; K 7168: 80 CTAs 11.8,
+11.3, 10.9 (perf/log/data/gemm_stages_1.txt)."""
 
 SQUARES_TILES = tuple(
     tile._replace(key=replace(tile.key, staged=True, squares=True)) for tile in TILES if tile.key.columns == SCALE_BLOCK
@@ -317,8 +317,8 @@ def many_bf16_rows(
     is_halved = rows in HALVED_ROWS
     tiles = [tile for tile in BF16_TILES if has_result(tile.key, output)]
     key, ctas = _soonest(tiles, rows, 1, outputs, chunks, multiprocessors, is_halved=is_halved)
-    if rows > MANY_STAGED_ROWS:
-        key = FEWER_STAGES.get(key, key)
+    if rows > BOX_ROWS and key == BF16_TILES[1].key:
+        key = replace(key, stages=next((stages for least, stages in FEWER_STAGES if ctas >= least), key.stages))
     return with_output(replace(key, halves=is_halved and key.rows == BOX_ROWS), output), ctas
 
 
@@ -347,7 +347,7 @@ def many_rows_keys(output: str, may_split: bool = False) -> list[GemmKey]:
 def many_bf16_rows_keys(output: str) -> list[GemmKey]:
     """The same for bf16 operands."""
     keys = [tile.key for tile in BF16_TILES if has_result(tile.key, output)]
-    fewer = [FEWER_STAGES[key] for key in keys if key in FEWER_STAGES]
+    fewer = [replace(BF16_TILES[1].key, stages=stages) for _, stages in FEWER_STAGES]
     return [with_output(key, output) for key in (*keys, *fewer, *halved(keys))]
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
@@ -70,6 +70,9 @@ MANY_ROWS = 32768
 On an H200, one was the fastest with 64 and 128 heads, two with 4096 and 8192, and four with 65536 and more; the limits
 lie between: perf/log/data/norms_inv_rope_3.txt.
 """
+
+MOST_CHOICES = 1024
+"""Kernels that are remembered by heads and tokens."""
 
 HALF_ROW = 512
 """Bytes from a lane's first run of bf16 columns to its second."""
@@ -385,6 +388,7 @@ class InvRopeKey(KernelKey):
         return InvRopeKernel(self), (o, positions, table, out, scales, Int32(1), Boolean(False), stream)
 
 
+@lru_cache(MOST_CHOICES)
 def key_for(arch: str, scales: str, rows: int, tokens: int = 1) -> InvRopeKey:
     """The kernel that serves calls of this kind with `rows` heads, of all tokens together."""
     few = rows <= FEW_ROWS
@@ -393,21 +397,15 @@ def key_for(arch: str, scales: str, rows: int, tokens: int = 1) -> InvRopeKey:
 
 
 def keys_of(scales: str, arch: str) -> list[InvRopeKey]:
-    """The kernels for every number of rows: of few rows that of few tokens and that of more, which may be the same."""
+    """The kernels for every number of rows, each once: that of few rows with many tokens may be that with few."""
     calls = (1, 1), (FEW_ROWS, EARLY_TOKENS + 1), (FEW_ROWS + 1, 1), (MANY_ROWS, 1)
-    return [key_for(arch, scales, *call) for call in calls]
-
-
-@cache
-def _keys(device_index: int, scales: str) -> list[InvRopeKey]:
-    return keys_of(scales, arch_of(device_index))
+    return list(dict.fromkeys(key_for(arch, scales, *call) for call in calls))
 
 
 def key_of_call(o: Any, scales: str) -> InvRopeKey:
     """The kernel that serves this call."""
     tokens, heads = o.shape[0], o.shape[1]
-    rows = tokens * heads
-    return _keys(o.device.index, scales)[tokens > EARLY_TOKENS if rows <= FEW_ROWS else 2 + (rows >= MANY_ROWS)]
+    return key_for(arch_of(o.device.index), scales, tokens * heads, tokens)
 
 
 # ---- launch
@@ -431,7 +429,7 @@ def why_not_rotation(o: Any, cos_sin_cache: Any, out: Any) -> str:
 
 def quantized_keys(config: ModelConfig, tp: int, arch: str) -> list[InvRopeKey]:
     """Every layer's output is quantized, with scales of either kind: the product that takes them chooses."""
-    return list(dict.fromkeys(key for scales in ("fp32", "packed") for key in keys_of(scales, arch)))
+    return [key for scales in ("fp32", "packed") for key in keys_of(scales, arch)]
 
 
 def why_not_quantized(call: QuantizedCall) -> str:
@@ -462,7 +460,7 @@ QUANTIZED = OpKernel(launch_quantized, why_not_quantized, quantized_keys)
 
 def rotated_keys(config: ModelConfig, tp: int, arch: str) -> list[InvRopeKey]:
     """For checkpoints with a bf16 output projection, and for looking into the layers."""
-    return list(dict.fromkeys(keys_of("none", arch)))
+    return keys_of("none", arch)
 
 
 def why_not_rotated(call: RotatedCall) -> str:

@@ -18,5 +18,6 @@ arch.py                which architecture a device has, and what that offers
 verify.py              kernels against their references on this GPU; isolated.py: in processes that may crash
 trust.py               whether an architecture's own kernel may run here
 work.py                what a tensor-core kernel moves and computes, for rooflines
+streams.py             CUDA streams that are nobody else's
 log.py                 what the library logs
 """

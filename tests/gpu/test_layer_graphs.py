@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
@@ -191,14 +192,27 @@ def test_steps_are_made_of_kernels(ratio: int, options: dict[str, Any]) -> None:
     assert {op for op, implementation in ran.items() if implementation != "kernel"} == set()
 
 
-def test_a_capture_on_the_layers_own_stream_takes_another_one() -> None:
-    """torch deals streams out of a pool over and over, so a stream of an engine may be it."""
-    device, x = torch.device("cuda", torch.cuda.current_device()), torch.zeros(1, device="cuda")
-    captured, found = torch.cuda.Stream(), []
-    for _ in range(2):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=captured):
-            found += graph_streams(device)
-            x.add_(1)
-        captured = found[-1]
-    assert found[0] != found[1]
+def second_stream() -> torch.cuda.Stream:
+    number = torch.zeros(1, device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        number.add_(1)
+        (found,) = graph_streams(number.device)
+    return found
+
+
+def test_the_second_stream_outlives_layers_and_graphs() -> None:
+    """It is the process's: a layer that is captured when another one is gone has the same, and the right bits."""
+    found = []
+    for seed in (1, 2):
+        graphed, eager = Decoder(4), Decoder(4)
+        for decoder in (graphed, eager):
+            decoder.eager(decoder.prepare(STEPS[0], seed))
+        graphed.capture(graphed.prepare(STEPS[1], 3))
+        eager.eager(eager.prepare(STEPS[1], 3))
+        graphed.prepare(STEPS[2], 4)
+        assert torch.equal(graphed.replay(), eager.eager(eager.prepare(STEPS[2], 4)))
+        found.append(second_stream())
+        del graphed, eager, decoder
+        gc.collect()
+        torch.cuda.empty_cache()
+    assert found[0] == found[1]

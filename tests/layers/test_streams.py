@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -34,28 +33,41 @@ def test_fewer_than_two_tasks_take_no_stream(count: int, is_first_ahead: bool) -
     assert len(run_on_streams(tasks, unused, torch.device("cuda"))) == count
 
 
-def test_the_stream_of_a_captured_step_is_not_the_one_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams come out of a pool that begins again; one is kept until it is itself captured."""
-    dealt, current = itertools.cycle(["s0", "s1", "s2"]), ["s0"]
+def test_captured_steps_take_a_stream_that_was_made_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each device, whatever is captured; what runs on it already takes none."""
+    made: list[str] = []
+    current = "captured"
+
+    def make_stream(index: int) -> str:
+        made.append(f"made{len(made)} for {index}")
+        return made[-1]
+
     monkeypatch.setattr(streams, "_graph_streams", streams._GraphStreams())
+    monkeypatch.setattr(streams, "make_stream", make_stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: current[0])
-    monkeypatch.setattr(torch.cuda, "Stream", lambda index: next(dealt))
-    found: list[torch.cuda.Stream] = []
-    for captured in ("s0", "s2", "s1", "s1", "s0", "s2"):
-        current[0] = captured
-        found += streams.graph_streams(torch.device("cuda", 0))
-    assert [*map(str, found)] == ["s1", "s1", "s2", "s2", "s2", "s0"]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: current)
+    assert [str(streams.graph_streams(torch.device(name))) for name in ("cuda:0", "cuda:1", "cuda", "cuda:0")] == [
+        "('made0 for 0',)",
+        "('made1 for 1',)",
+        "('made1 for 1',)",
+        "('made0 for 0',)",
+    ]
+    current = made[0]
+    assert streams.graph_streams(torch.device("cuda", 0)) == ()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert streams.graph_streams(torch.device("cuda", 1)) == ()
+    assert len(made) == 2
 
 
-class Dealt:
-    """A stream of torch's pool: equal to others of its number, as torch's are."""
+class Numbered:
+    """A stream: equal to others of its number, as torch's are."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Dealt) and other.number == self.number
+        return isinstance(other, Numbered) and other.number == self.number
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -68,15 +80,15 @@ class Dealt:
 
 @pytest.mark.parametrize("is_own", [True, False])
 def test_results_on_a_stream_of_a_caller_are_recorded(is_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if the pool has dealt it to us, too: what else the caller does there may take their memory."""
-    own, current = Dealt(1), Dealt(0)
-    recorded: list[Dealt] = []
+    """What else the caller does there may take their memory."""
+    own, current = Numbered(1), Numbered(0)
+    recorded: list[Numbered] = []
     kept = streams._GraphStreams()
     kept.of[0] = cast("torch.cuda.Stream", own)
     monkeypatch.setattr(streams, "_graph_streams", kept)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     result = cast("torch.Tensor", SimpleNamespace(record_stream=recorded.append))
-    given = cast("torch.cuda.Stream", own if is_own else Dealt(1))
+    given = cast("torch.cuda.Stream", Numbered(1 if is_own else 2))
     run_on_streams([lambda: result, lambda: result], [given], torch.device("cuda"))
     assert recorded == ([] if is_own else [current])

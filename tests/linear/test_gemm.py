@@ -220,6 +220,21 @@ def test_rows_of_half_a_box_and_more_come_as_halves(rows: int) -> None:
             assert not select.many_rows("bf16", rows, groups, outputs, k // 128)[0].halves
 
 
+@pytest.mark.parametrize(
+    ("rows", "outputs", "ctas", "stages"),
+    [(128, 1024, 64, 12), (129, 1024, 96, 10), (192, 1024, 96, 10), (193, 1024, 128, 8), (256, 512, 64, 12),
+     (257, 512, 80, 10), (385, 512, 112, 8), (192, 768, 72, 12), (64, 2624, 82, 12)],
+)  # fmt: skip
+def test_the_more_copies_the_fewer_stages(rows: int, outputs: int, ctas: int, stages: int) -> None:
+    """Of the bf16 kernel that cuts K in two, by its CTAs; of one box of rows the weight is most of what is copied."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from cute_kernels.linear import select
+
+    key, number = select.many_bf16_rows("fp32", rows, outputs, 4096 // 64)
+    assert (key.splits, number, key.stages) == (2, ctas, stages)
+    assert key in select.many_bf16_rows_keys("fp32")
+
+
 def test_rows_that_end_within_a_box_take_the_kernel_of_whole_boxes() -> None:
     """Its work tiles are as many, and are moved back rather than filled with zeros: so no number of rows takes longer
     than the next one that kernels are tuned for."""

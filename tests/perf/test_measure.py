@@ -323,7 +323,8 @@ def test_graphs_are_captured_on_one_stream_that_nothing_else_uses(monkeypatch: p
         yield
 
     monkeypatch.setattr(measure, "fixed_streams", cache(measure.fixed_streams.__wrapped__))
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(measure, "make_stream", lambda index: Stream())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
