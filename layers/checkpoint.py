@@ -132,7 +132,8 @@ def held_layers(directory: str | Path, first_draft: int | None = None) -> list[i
 def read_layer_tensors(directory: str | Path, layer_index: int, config: DeepseekV4Config | None = None) -> Tensors:
     """All tensors of `layers.N.attn.` (optionally behind `model.`), by their name behind that prefix.
 
-    Reads every *.safetensors file of the directory, or those its index names. Only this layer's tensors are loaded.
+    Reads every *.safetensors file of the directory, or those its index names. Only this layer's tensors are loaded:
+    `layer_index` is N.
 
     config   of the layer they are for: a tensor of another shape is refused before memory is asked for
     """
@@ -296,7 +297,13 @@ def random_layer_tensors(
     quantized: bool = True,
     wo_a_quantized: bool = True,
 ) -> Tensors:
-    """Seeded weights in the published form: FP8 with e8m0-representable block scales where a checkpoint has them."""
+    """Seeded weights in the published form: FP8 with e8m0-representable block scales where a checkpoint has them.
+
+    config, layer_index   of the layer that they are for; a layer's differ from another one's
+    seed                  the same weights for the same seed
+    quantized             whether linears that a checkpoint has in FP8 are so; else they are bf16
+    wo_a_quantized        the same of `wo_a` alone
+    """
     generator = torch.Generator().manual_seed(seed * 1000003 + layer_index)
     tensors: Tensors = {}
     for name, shape in tensor_shapes(config, config.compress_ratio_of(layer_index)).items():
@@ -381,7 +388,18 @@ def build_layer(
     rotary_emb: RotaryEmbedding | None = None,
     device: torch.device | str = "cpu",
 ) -> DeepseekV4MultiHeadLatentAttentionWrapper:
-    """A layer with these weights; which linears are FP8 follows from the tensors."""
+    """A layer with these weights; which linears are FP8 follows from the tensors.
+
+    config        of the model
+    layer_index   which of its layers: its kind follows from that
+    tensors       of `read_layer_tensors` or `random_layer_tensors`: the whole layer's, also for a rank, which takes its
+                  part; copied
+    options       cache formats, streams, ranks; None: the defaults
+    rotary_emb    a table that layers of a kind share; None: one is made
+    device        of the layer
+
+    Raises CheckpointError, a ValueError, where a tensor is missing or has another shape or dtype.
+    """
     if not isinstance(config, DeepseekV4Config):  # ratios of another model would mean other layers
         raise TypeError(f"build_layer: config: expected a DeepseekV4Config, got {type(config).__name__}")
     quantized = check_tensors(config, layer_index, tensors)

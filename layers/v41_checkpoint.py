@@ -194,7 +194,8 @@ def build_v41_layer(
     rotary_emb: RotaryEmbedding | None = None,
     device: torch.device | str = "cpu",
 ) -> DeepseekV41Attention:
-    """A layer with these weights."""
+    """A layer with these weights: `config`, `layer_index`, `tensors`, `options`, `rotary_emb` and `device` as of
+    `build_layer`. Of a draft layer the index is behind those of the model's layers (`config.draft_layer_ids`)."""
     layer = DeepseekV41Attention(config, layer_index, options=options, rotary_emb=rotary_emb, device=device)
     layer.weight_bytes = load_v41_layer(layer, tensors)
     return layer

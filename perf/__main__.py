@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m perf sweep | report | compiled | compare"""
+"""python -m perf sweep | layer | engines | report | show | compare | compiled | scaling | parallel"""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -165,8 +166,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     written = commands.add_parser(
         "report",
-        help="write perf/REPORT.md, perf/plots and the README's numbers from the records",
-        description="Write perf/REPORT.md, perf/plots and the README's numbers from perf/results/<gpu>/<op>.json.",
+        help="write perf/REPORT.md, perf/plots and the pages' numbers from the records",
+        description="Write perf/REPORT.md, perf/plots and the numbers of README.md and docs/engines.md from "
+        "perf/results/<gpu>/<op>.json.",
     )
     written.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="repository to work on (this one)")
     written.add_argument("--no-plots", action="store_true", help="leave the pictures as they are")
@@ -240,12 +242,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         "parallel": measure_parallel,
     }
     try:
-        return commands[options.command](options)
+        status = commands[options.command](options)
+        sys.stdout.flush()
+        return status
     except (Refusal, RecordError) as error:
         print(f"{PROGRAM} {options.command}: error: {error}", file=sys.stderr)
         return 2
     except PeerMissing as error:
         print(f"{PROGRAM} {options.command}: {error}; --allow-missing-peers skips it", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # who reads the output has enough of it, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to be written at the end
         return 1
 
 
@@ -583,7 +590,7 @@ def measure_engines(options: argparse.Namespace) -> int:
 
 def write_report(options: argparse.Namespace) -> int:
     root: Path = options.root
-    for wanted in (root / "README.md", root / "perf/results"):
+    for wanted in (*(root / name for name in report.PAGES), root / "perf/results"):
         if not wanted.exists():
             raise Refusal(f"--root: {wanted} does not exist")
     book = collect(root / "perf/results")

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 from cute_kernels.formats import HEAD_DIM
+from cute_kernels.runtime import kept
 from cute_kernels.runtime.ops import OPS
 from cute_kernels.sparse_mla.ops import sparse_mla_prefill
 from perf.grid import draw, facts_between, of_rows
@@ -142,7 +143,9 @@ def portable(choose: str, call: Call) -> None:
     """A call that runs the portable kernel of those that a function chooses, whatever the architecture."""
     select = importlib.import_module("cute_kernels.sparse_mla.select")
     with mock.patch.multiple(select, HOPPER="", **{choose: getattr(select, choose).__wrapped__}):
+        kept.forget()  # plans of such calls run the kernels that were chosen
         call()
+    kept.forget()
 
 
 def _flashmla() -> Callable[[PrefillSet], Any]:

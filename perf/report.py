@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""perf/REPORT.md, and the README's numbers and first lines, written from the records."""
+"""perf/REPORT.md, and the numbers of the README and of docs/engines.md, written from the records."""
 
 from __future__ import annotations
 
 import math
+import re
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from perf import compiled, plots, report_compiled
@@ -28,6 +29,8 @@ from perf.targets import (
 
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
 HEADLINE_BEGIN, HEADLINE_END = "<!-- headline:begin -->", "<!-- headline:end -->"
+GAIN_BEGIN, GAIN_END = "<!-- gain:begin -->", "<!-- gain:end -->"
+README, ENGINES_PAGE, ENGINES = "README.md", "docs/engines.md", "engines"
 README_OPS = (
     "bf16_gemm",
     "deepseek_v4_fp8_einsum",
@@ -629,25 +632,75 @@ def _numbers_of(record: Record | None, case: str) -> list[str]:
 def fill(readme: str, book: Book) -> str:
     """The README with what the records say between its markers. ValueError if it does not have each marker once, in
     order."""
-    found = _insert(readme, HEADLINE_BEGIN, HEADLINE_END, render_headline(book))
-    return _insert(found, BEGIN, END, render_numbers(book))
+    found = _insert(README, readme, HEADLINE_BEGIN, HEADLINE_END, render_headline(book))
+    return _insert(README, found, BEGIN, END, render_numbers(book))
 
 
-def _insert(readme: str, begin: str, end: str, text: str) -> str:
-    if readme.count(begin) != 1 or readme.count(end) != 1 or readme.index(begin) > readme.index(end):
-        raise ValueError(f"README.md: expected one {begin} and one {end} after it")
-    before, rest = readme.split(begin)
-    return f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"
+def _insert(page: str, text: str, begin: str, end: str, new: str) -> str:
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"{page}: expected one {begin} and one {end} after it")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{new}\n{end}{rest.split(end)[1]}"
+
+
+# ---- docs/engines.md -------------------------------------------------------------------------------------------------
+
+_ENGINE_CASE = re.compile(r"\w+ (?P<what>prefill |b)(?P<rows>\d+) ctx(?P<context>\d+) tp(?P<ranks>\d+) (?P<part>\w+)")
+
+
+def fill_engines(page: str, book: Book) -> str:
+    """docs/engines.md, likewise."""
+    return _insert(ENGINES_PAGE, page, GAIN_BEGIN, GAIN_END, render_gain(book))
+
+
+def render_gain(book: Book) -> str:
+    """A table of how many times as fast an engine's layers are, decode and prefill apart: between its own linears, and
+    whole steps. Of the GPU with most such cells."""
+    of_gpus = [record.cells for _, records in book.gpus() for record in records if record.op == ENGINES]
+    gains: dict[str, dict[str, list[float]]] = {}
+    steps: dict[str, dict[str, dict[str, None]]] = {}
+    ranks: dict[str, set[int]] = {}
+    for cell in max(of_gpus, key=len, default=()):
+        match = _ENGINE_CASE.match(cell.case)
+        if match is None:
+            raise ValueError(f"{ENGINES}: {cell.case!r} is no step of an engine's layers")
+        is_between = BETWEEN in cell.case.split()
+        kind = BETWEEN if is_between else "decode" if match["what"] == "b" else f"prefill {match['ranks']}"
+        steps.setdefault(kind, {}).setdefault(match["context"], {})[match["rows"]] = None
+        ranks.setdefault(kind, set()).add(int(match["ranks"]))
+        if cell.gain is not None:
+            gains.setdefault(kind, {}).setdefault(match["part"], []).append(cell.gain)
+    rows = []
+    for kind in sorted(gains, key=lambda kind: (kind == BETWEEN, kind)):
+        of_parts = [gains[kind].get(part, []) for part in ("inside", "whole")]
+        step = "; ".join(f"{', '.join(numbers)} behind {context}" for context, numbers in steps[kind].items())
+        rows.append(
+            [
+                "of both, drawn between these" if kind == BETWEEN else f"{kind.split()[0]} of {step}",
+                ", ".join(map(str, sorted(ranks[kind]))),
+                str(max(map(len, of_parts))),
+                *(f"{_geometric_mean(of):.2f} ({min(of):.2f} to {max(of):.2f})" if of else "" for of in of_parts),
+            ]
+        )
+    if not rows:
+        return "No layer of an engine has been measured yet."
+    columns = ["steps", "ranks", "cells", "between the engine's own linears", "the whole step"]
+    return "\n".join(table(columns, rows, (2,)))
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def stale(root: Path, book: Book) -> list[str]:
     """What under `root` differs from what `python -m perf report` would write, in words."""
+    report = root / "perf/REPORT.md"
     found = []
-    report, readme = root / "perf/REPORT.md", (root / "README.md").read_text()
     if not report.is_file() or report.read_text() != render_report(book, compiled.read(root)):
         found.append("perf/REPORT.md")
-    if fill(readme, book) != readme:
-        found.append("README.md")
+    for name, filled in PAGES.items():
+        page = (root / name).read_text()
+        if filled(page, book) != page:
+            found.append(name)
     wanted = {figure.name: figure.digest for gpu, records in book.gpus() for figure in plots.figures(gpu, records)}
     folder = root / "perf/plots"
     there = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.png")}
@@ -656,13 +709,17 @@ def stale(root: Path, book: Book) -> list[str]:
 
 
 def write(root: Path, book: Book, *, pictures: bool = True) -> list[Path]:
-    """Write the report, the README's numbers and the plots under `root`; the files that were written."""
-    report, readme = root / "perf/REPORT.md", root / "README.md"
-    text = fill(readme.read_text(), book)
+    """Write the report, the pages' numbers and the plots under `root`; the files that were written."""
+    texts = {root / "perf/REPORT.md": render_report(book, compiled.read(root))}
+    texts |= {root / name: filled((root / name).read_text(), book) for name, filled in PAGES.items()}
     written = []
     if pictures:
         wanted = [figure for gpu, records in book.gpus() for figure in plots.figures(gpu, records)]
         written = plots.draw(wanted, root / "perf/plots")
-    report.write_text(render_report(book, compiled.read(root)))
-    readme.write_text(text)
-    return [report, readme, *written]
+    for path, text in texts.items():
+        path.write_text(text)
+    return [*texts, *written]
+
+
+PAGES: Mapping[str, Callable[[str, Book], str]] = {README: fill, ENGINES_PAGE: fill_engines}
+"""Pages with numbers of the records -> the page with them."""

@@ -17,6 +17,8 @@ from cute_kernels.formats import FP8_DS_MLA
 from cute_kernels.runtime import cache
 from cute_kernels.runtime.registry import all_ops
 from cute_kernels.runtime.report import Facts
+from layers.engine import deepseek_v4_attention
+from tests.contract import public
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = (ROOT / "docs/environment.md").read_text()
@@ -115,6 +117,23 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A b, c\n[1](#a-b-c) [2](page.md#a-b-c) [3](none.md) [4](#a-b) [5](page.md) `[6](none.md)`\n")
     assert broken_links(page) == ["none.md", "#a-b"]
+
+
+def test_schemas_are_those_of_the_ops() -> None:
+    found = re.findall(r"`(\w+)(\((?:Tensor|SymInt)[^`]*-> \(\))`", (ROOT / "docs/ops.md").read_text())
+    schemas = {name: str(op.overload._schema) for name, op in all_ops().items()}
+    schemas[deepseek_v4_attention.__name__] = str(torch.ops.cute_kernels.deepseek_v4_attention.default._schema)
+    for name, written in found:
+        assert schemas[name] == f"cute_kernels::{name}{' '.join(written.split())}", name
+    assert len(found) > 15
+
+
+def test_reliability_counts_all_ops() -> None:
+    """In the rows that are of this commit."""
+    page = (ROOT / "docs/reliability.md").read_text()
+    assert re.findall(r"\| (\d+) (?:ops|functions), (?:\d+ calls each|all but)", page) == [
+        str(len(found)) for found in (all_ops(), public.functions(), all_ops())
+    ]
 
 
 def test_lines_are_short() -> None:

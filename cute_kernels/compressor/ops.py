@@ -25,6 +25,7 @@ from cute_kernels.runtime import checks
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
+from cute_kernels.runtime.plans import planned
 
 __all__ = [
     "compress_latent",
@@ -168,6 +169,7 @@ _save = define_op(
 )
 
 
+@planned
 def save_partial_states(
     kv: torch.Tensor,
     score: torch.Tensor,
@@ -253,6 +255,7 @@ _slots = define_op(
 )
 
 
+@planned
 def get_compressed_slot_mapping(
     num_tokens: int,
     query_start_loc: torch.Tensor,
@@ -404,6 +407,65 @@ def compress_norm_rope_store(
 
     Raises ValueError or TypeError on arguments that do not fit.
     """
+    _store_entries(
+        state_cache,
+        num_actual,
+        token_to_req_indices,
+        positions,
+        slot_mapping,
+        block_table,
+        block_size,
+        state_width,
+        cos_sin_cache,
+        kv_cache,
+        getattr(k_cache_metadata, "slot_mapping", None),
+        head_dim,
+        rope_head_dim,
+        compress_ratio,
+        overlap,
+        use_fp4_cache,
+        rms_norm_weight,
+        rms_norm_eps,
+        quant_block,
+        token_stride,
+        scale_dim,
+        kv_format=kv_format,
+        fp8_scale=fp8_scale,
+        e2m1_rounding=e2m1_rounding,
+        index_hadamard=index_hadamard,
+    )
+
+
+@planned
+def _store_entries(
+    state_cache: torch.Tensor,
+    num_actual: int,
+    token_to_req_indices: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    state_width: int,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    entry_slots: Any,
+    head_dim: int,
+    rope_head_dim: int,
+    compress_ratio: int,
+    overlap: bool,
+    use_fp4_cache: bool,
+    rms_norm_weight: torch.Tensor,
+    rms_norm_eps: float,
+    quant_block: int,
+    token_stride: int,
+    scale_dim: int,
+    *,
+    kv_format: str | None = None,
+    fp8_scale: torch.Tensor | None = None,
+    e2m1_rounding: str = "ties_to_lower",
+    index_hadamard: bool = False,
+) -> None:
+    """compress_norm_rope_store, with the slots that its k_cache_metadata has."""
     c = Checker("compress_norm_rope_store")
     c.one_of("head_dim", head_dim, (formats.HEAD_DIM, formats.INDEX_DIM))
     c.one_of("compress_ratio", compress_ratio, RATIOS)
@@ -437,7 +499,6 @@ def compress_norm_rope_store(
     c.tensor("slot_mapping", slot_mapping, torch.int64, (None,))
     if not 0 <= num_actual <= slot_mapping.shape[0]:
         c.fail("num_actual", f"0 to {slot_mapping.shape[0]}, the rows of slot_mapping", num_actual)
-    entry_slots: Any = getattr(k_cache_metadata, "slot_mapping", None)
     c.tensor("k_cache_metadata.slot_mapping", entry_slots, torch.int64, (None,))
     if entry_slots.shape[0] < num_actual:
         c.fail("k_cache_metadata.slot_mapping", f"at least num_actual = {num_actual} rows", entry_slots.shape[0])
@@ -575,6 +636,7 @@ _fused = define_op(
 )
 
 
+@planned
 def fused_compress_norm_rope_store(
     kv_score: torch.Tensor,
     ape: torch.Tensor,
@@ -779,6 +841,7 @@ _latent = define_op(
 )
 
 
+@planned
 def compress_latent(
     kv_score: torch.Tensor,
     positions: torch.Tensor,
@@ -884,6 +947,7 @@ _rope_insert = define_op(
 )
 
 
+@planned
 def rope_quant_insert(
     latent: torch.Tensor,
     positions: torch.Tensor,
@@ -948,6 +1012,7 @@ _key_store = define_op(
 )
 
 
+@planned
 def k_norm_rope_store(
     k: torch.Tensor,
     norm_weight: torch.Tensor,

@@ -56,6 +56,12 @@ def uniform_tile(address: Any, layout: Any, dtype: Any) -> Any:
     return cute.make_tensor(pointer, layout.outer)
 
 
+def number_of_warpgroup(thread: Any) -> Any:
+    """Of a thread, in a register of the whole warp, as in `uniform_tile`: known so, the number would be read from the
+    thread's again, and moved, between two products."""
+    return cute.arch.warp_redux_sync(thread // WARPGROUP, "or")
+
+
 def make_mma(dtype: Any, warpgroups: int, columns: int, columns_lie: bool = False, **source: Any) -> Any:
     """The product of `warpgroups` times 64 rows with `columns` columns, each warpgroup doing its rows; fp32 sums.
 

@@ -44,6 +44,7 @@ from cute_kernels.runtime import checks
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
+from cute_kernels.runtime.plans import planned
 
 __all__ = [
     "all_visible_entries",
@@ -136,6 +137,7 @@ _query_mxfp4 = define_op(
 )
 
 
+@planned
 def fused_indexer_q_rope_quant(
     positions: torch.Tensor,
     index_q: torch.Tensor,
@@ -260,6 +262,7 @@ _gather = define_op(
 )
 
 
+@planned
 def cp_gather_indexer_k_quant_cache(
     kv_cache: torch.Tensor,
     dst_k: torch.Tensor,
@@ -336,6 +339,7 @@ _logits = define_op(
 )
 
 
+@planned
 def mqa_logits(
     q: Any,
     kv: tuple[torch.Tensor, torch.Tensor],
@@ -417,6 +421,7 @@ _paged = define_op(
 )
 
 
+@planned
 def paged_mqa_logits(
     q: Any,
     kv_cache: torch.Tensor,
@@ -529,6 +534,7 @@ _top_k_prefill = define_op(
 )
 
 
+@planned
 def top_k_per_row_prefill(
     logits: torch.Tensor,
     row_starts: torch.Tensor,
@@ -598,6 +604,7 @@ _top_k_decode = define_op(
 )
 
 
+@planned
 def top_k_per_row_decode(
     logits: torch.Tensor,
     next_n: int,
@@ -672,6 +679,7 @@ _all_visible = define_op(
 )
 
 
+@planned
 def all_visible_entries(
     visible: torch.Tensor,
     k: int,
@@ -746,6 +754,7 @@ _keys = define_op(
 )
 
 
+@planned
 def top_k_keys(
     scores: torch.Tensor,
     picks: torch.Tensor,
@@ -817,6 +826,7 @@ _merge_keys = define_op(
 )
 
 
+@planned
 def merge_top_k_keys(
     keys: torch.Tensor,
     *,
@@ -956,6 +966,7 @@ _score_top_k_prefill = define_op(
 )
 
 
+@planned
 def score_top_k_prefill(
     q: Any,
     kv: tuple[torch.Tensor, torch.Tensor],
@@ -1051,6 +1062,7 @@ _score_top_k_decode = define_op(
 )
 
 
+@planned
 def score_top_k_decode(
     q: Any,
     kv_cache: torch.Tensor,
@@ -1306,6 +1318,7 @@ _select_blocks = define_op(
 )
 
 
+@planned
 def select_candidate_blocks(
     logits: torch.Tensor,
     seq_lens: torch.Tensor,

@@ -14,6 +14,7 @@ from cute_kernels.runtime import checks
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
+from cute_kernels.runtime.plans import planned
 
 __all__ = [
     "StepLayout",
@@ -110,6 +111,7 @@ _swa = define_op(
 )
 
 
+@planned
 def compute_decode_swa_indices(
     positions: torch.Tensor,
     token_to_req_indices: torch.Tensor,
@@ -187,6 +189,7 @@ _global = define_op(
 )
 
 
+@planned
 def compute_global_topk_indices_and_lens(
     topk_indices: torch.Tensor,
     token_to_req_indices: torch.Tensor,
@@ -275,6 +278,7 @@ _c128a = define_op(
 )
 
 
+@planned
 def build_c128a_topk_metadata(
     positions: torch.Tensor,
     compress_ratio: int,
@@ -385,6 +389,7 @@ _combine = define_op(
 )
 
 
+@planned
 def combine_topk_swa_indices(
     topk_indices: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -534,6 +539,7 @@ def _without_middle(indices: Any) -> Any:
     return indices
 
 
+@planned
 def build_flashinfer_mixed_sparse_indices(
     decode_swa_indices: torch.Tensor,
     decode_compressed_indices: torch.Tensor | None,
@@ -724,6 +730,7 @@ _step = define_op(
 )
 
 
+@planned
 def build_step_metadata(
     upload: torch.Tensor,
     num_requests: int,

@@ -17,6 +17,7 @@ from cute_kernels.kv_cache.call import QuantInsertCall
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import OPS, Cost, define_op
+from cute_kernels.runtime.plans import planned
 
 __all__ = ["fused_qkv_insert_compress", "fused_qkv_insert_compress_index"]
 
@@ -88,6 +89,7 @@ _fused_index = define_op(
 )
 
 
+@planned
 def fused_qkv_insert_compress_index(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -230,6 +232,7 @@ _fused_compress = define_op(
 )
 
 
+@planned
 def fused_qkv_insert_compress(
     q: torch.Tensor,
     kv: torch.Tensor,

@@ -22,6 +22,7 @@ from cute_kernels.runtime import checks
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
+from cute_kernels.runtime.plans import planned
 
 __all__ = [
     "dequantize_and_gather_k_cache",
@@ -76,6 +77,7 @@ _insert = define_op(
 )
 
 
+@planned
 def quantize_and_insert_k_cache(
     k: torch.Tensor,
     k_cache: torch.Tensor,
@@ -164,6 +166,7 @@ _gather = define_op(
 )
 
 
+@planned
 def dequantize_and_gather_k_cache(
     out: torch.Tensor,
     k_cache: torch.Tensor,
@@ -262,6 +265,7 @@ _unpack = define_op(
 )
 
 
+@planned
 def pack_records(
     cache: torch.Tensor,
     slots: torch.Tensor,
@@ -292,6 +296,7 @@ def pack_records(
     return out
 
 
+@planned
 def unpack_records(
     records: torch.Tensor,
     cache: torch.Tensor,
@@ -453,6 +458,7 @@ _fp8_insert = define_op(
 )
 
 
+@planned
 def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -501,6 +507,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     )
 
 
+@planned
 def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -532,6 +539,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert(
     )
 
 
+@planned
 def fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert(
     q: torch.Tensor,
     kv: torch.Tensor,

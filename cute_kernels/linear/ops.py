@@ -15,6 +15,7 @@ from cute_kernels.linear.scales import BLOCK, CHUNKS_PER_WORD, ROW_ALIGNMENT
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
+from cute_kernels.runtime.plans import planned
 
 __all__ = [
     "activation_scale_shape",
@@ -63,6 +64,7 @@ _quantize = define_op(
 )
 
 
+@planned
 def quantize_fp8_1x128(
     x: torch.Tensor,
     *,
@@ -157,6 +159,7 @@ _fp8_gemm = define_op(
 )
 
 
+@planned
 def fp8_grouped_linear(
     a: torch.Tensor,
     a_scale: torch.Tensor,
@@ -211,6 +214,7 @@ def fp8_grouped_linear(
     return out, None if out_scale is None else out_scale.t()[:rows]
 
 
+@planned
 def fp8_linear(
     a: torch.Tensor,
     a_scale: torch.Tensor,
@@ -301,6 +305,7 @@ _fp8_gemm_squares = define_op(
 )
 
 
+@planned
 def fp8_linear_squares(
     a: torch.Tensor,
     a_scale: torch.Tensor,
@@ -370,6 +375,7 @@ _bf16_gemm = define_op(
 )
 
 
+@planned
 def bf16_linear(
     a: torch.Tensor,
     weight: torch.Tensor,
@@ -437,6 +443,7 @@ _fp8_bf16_gemm = define_op(
 )
 
 
+@planned
 def fp8_bf16_linear(
     a: torch.Tensor,
     a_scale: torch.Tensor,
@@ -522,6 +529,7 @@ _einsum = define_op(
 )
 
 
+@planned
 def deepseek_v4_fp8_einsum(
     a: torch.Tensor,
     a_scale: torch.Tensor,

@@ -16,6 +16,7 @@ from cute_kernels.norm.call import MtpInputCall, QKvCall, QKvQuantCall, SharedHe
 from cute_kernels.runtime.checks import Checker, Dim
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
+from cute_kernels.runtime.plans import planned
 
 __all__ = [
     "fused_mtp_input_rmsnorm",
@@ -75,6 +76,7 @@ _q_kv = define_op(
 )
 
 
+@planned
 def fused_q_kv_rmsnorm(
     qr: torch.Tensor,
     kv: torch.Tensor,
@@ -141,6 +143,7 @@ _q_kv_quant = define_op(
 )
 
 
+@planned
 def fused_q_kv_rmsnorm_quant(
     qr: torch.Tensor,
     kv: torch.Tensor,
@@ -232,6 +235,7 @@ _mtp_input = define_op(
 )
 
 
+@planned
 def fused_mtp_input_rmsnorm(
     inputs_embeds: torch.Tensor,
     positions: torch.Tensor,
@@ -317,6 +321,7 @@ _shared_head = define_op(
 )
 
 
+@planned
 def mtp_shared_head_rmsnorm(
     hidden_states: torch.Tensor,
     weight: torch.Tensor,

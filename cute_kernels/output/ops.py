@@ -14,6 +14,7 @@ from cute_kernels.output.call import QuantizedCall, RotatedCall
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
+from cute_kernels.runtime.plans import planned
 
 __all__ = ["deepseek_v4_fp8_einsum", "fused_inv_rope_fp8_quant", "output_scale_shape", "pack_block_scales"]
 
@@ -89,6 +90,7 @@ _inv_rope = define_op(
 )
 
 
+@planned
 def fused_inv_rope_fp8_quant(
     o: torch.Tensor,
     positions: torch.Tensor,

@@ -2,6 +2,7 @@
 """What ops and kernels of every package run on: registration, checks, compilation, verification.
 
 ops.py                 defines an op: schema, checks, fake, implementations
+plans.py               calls that come again, as the launches that they come down to; kept.py: until when
 registry.py            which ops there are, their kernels, and the keys of deployments
 record.py              what ran, for whoever listens
 contract.py            checks of arguments that hold for every op

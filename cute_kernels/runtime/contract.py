@@ -49,6 +49,7 @@ class Contract:
         pairs = [(i, j) for i in tensors for j in tensors if i < j]
         # pairs that may share elements, and those that may be one tensor
         self.free = {(i, j) for i, j in pairs if {i, j} <= caches or not {i, j} & set(self.written)}
+        self.apart = tuple(pair for pair in pairs if pair not in self.free)
         self.same = {tuple(sorted((self.names.index(a), self.names.index(b)))) for a, b in in_place.items()}
         self.has_plain_scalars = _plain_scalars(self.scalars)
 
@@ -77,7 +78,7 @@ class Contract:
 
     def check_apart(self, args: Sequence[Any]) -> None:
         """No written tensor shares an element with another argument."""
-        spans = sorted((*_span(args[i]), i) for i in self.tensors if isinstance(args[i], torch.Tensor))
+        spans = sorted((*span(args[i]), i) for i in self.tensors if isinstance(args[i], torch.Tensor))
         reached = (0, -math.inf)  # memory and farthest byte of the spans so far
         for at, (memory, first, end, i) in enumerate(spans):
             if first < end and (memory, first) < reached:
@@ -109,12 +110,12 @@ class Layout:
     def __init__(self, contract: Contract, args: Sequence[Any]) -> None:
         self.contract = contract
         self.present = [i for i in contract.tensors if isinstance(args[i], torch.Tensor)]
-        spans = [_span(args[i]) for i in self.present]
+        spans = [span(args[i]) for i in self.present]
         self.sizes = tuple(end - first for _, first, end in spans)
         places = [place for place, size in enumerate(self.sizes) if size]
         pairs = itertools.combinations(places, 2)
         self.pairs = tuple((a, b) for a, b in pairs if (self.present[a], self.present[b]) not in contract.free)
-        self.are_disjoint = _disjoint(len(self.present), self.pairs)
+        self.are_disjoint = disjoint(len(self.present), self.pairs)
         self.apart: set[tuple[int, int, int]] = set()
 
     def check(self, addresses: Sequence[int], args: Sequence[Any]) -> None:
@@ -130,7 +131,7 @@ class Layout:
 
 
 @functools.cache
-def _disjoint(count: int, pairs: Sequence[tuple[int, int]]) -> Callable[[Sequence[int], Sequence[int]], bool]:
+def disjoint(count: int, pairs: Sequence[tuple[int, int]]) -> Callable[[Sequence[int], Sequence[int]], bool]:
     """Whether none of these pairs of `count` spans meet, of their first bytes and sizes: one expression, as calls at
     new addresses ask."""
     places = range(count)
@@ -190,7 +191,7 @@ def lies_apart(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, Any, Any]:
+def span(tensor: torch.Tensor) -> tuple[int, Any, Any]:
     """(memory, first byte, one past the last): the address space, or the storage of a tensor that has no address."""
     size = tensor.element_size()
     if isinstance(tensor, FakeTensor) or tensor.is_meta:

@@ -65,6 +65,7 @@ class Op:
                 in the schema's order, as do reference, cost and validate
     kernel      what imports its kernel, None if it has none
     call        what `define_op` returned: runs the op on a record
+    on_cuda     its implementation for tensors on a GPU, as the dispatcher calls it
     """
 
     name: str
@@ -77,6 +78,7 @@ class Op:
     validate: Callable[..., None] | None = None
     contract: Contract | None = None
     call: Callable[[Any], None] | None = None
+    on_cuda: Callable[..., None] | None = None
 
     def load_kernel(self) -> OpKernel[Any]:
         assert self.kernel is not None
@@ -147,19 +149,6 @@ def define_op(
             whole_check(*arguments)
             raise
 
-    op = Op(
-        name,
-        overload,
-        call_type,
-        whole_check,
-        execute,
-        kernel,
-        None if cost is None else _of_arguments(call_type, cost),
-        None if validate is None else _of_arguments(call_type, validate),
-        contract,
-        call,
-    )
-
     def on_cpu(*args: Any) -> None:
         whole_check(*args)
         _execute(op, "reference", execute, args)
@@ -188,6 +177,19 @@ def define_op(
         else:
             _execute(op, implementation, body, args)
 
+    op = Op(
+        name,
+        overload,
+        call_type,
+        whole_check,
+        execute,
+        kernel,
+        None if cost is None else _of_arguments(call_type, cost),
+        None if validate is None else _of_arguments(call_type, validate),
+        contract,
+        call,
+        on_cuda,
+    )
     _library.impl(name, _instrumented(op, on_cpu), "CPU")
     _library.impl(name, _instrumented(op, on_cuda), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", whole_check, lib=_library)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from cute_kernels import support
-from cute_kernels.runtime import cache
+from cute_kernels.runtime import cache, kept
 from cute_kernels.runtime.arch import arch_of
 from cute_kernels.runtime.bundle import BadBundle
 from cute_kernels.runtime.log import logger
@@ -200,4 +200,5 @@ def keep(op: str, kernel: str, device_index: int, status: str, cases: int, detai
     except OSError as error:
         return str(error)
     _known.pop((op, kernel, device_index), None)
+    kept.forget()
     return ""

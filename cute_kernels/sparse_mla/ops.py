@@ -20,6 +20,7 @@ from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.checks import Checker
 from cute_kernels.runtime.key import OpKernel
 from cute_kernels.runtime.ops import Cost, define_op, nbytes
+from cute_kernels.runtime.plans import planned
 from cute_kernels.sparse_mla import arguments, converted, gathered, reference, schedule
 from cute_kernels.sparse_mla.call import (
     MOST_CONVERTED_BYTES,
@@ -165,6 +166,7 @@ def _allocate_workspace(q: torch.Tensor, tiles: int, num_splits: int, split_toke
     return torch.empty(size // 4, dtype=torch.float32, device=q.device) if size else None
 
 
+@planned
 def sparse_mla_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -360,6 +362,7 @@ _prefill = define_op(
 )
 
 
+@planned
 def sparse_mla_prefill(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -556,6 +559,7 @@ def _allocate_gathered(call: PagedCall) -> torch.Tensor | None:
     return torch.empty(call.gathered_shape.nbytes, dtype=torch.uint8, device=call.q.device)
 
 
+@planned
 def sparse_mla_prefill_paged(
     q: torch.Tensor,
     swa_cache: torch.Tensor,
@@ -768,6 +772,7 @@ def _allocate_converted(call: MixedCall) -> torch.Tensor | None:
     return torch.empty(call.converted_bytes, dtype=torch.uint8, device=call.query.device)
 
 
+@planned
 def sparse_mla_mixed(
     query: torch.Tensor,
     swa_kv_cache: torch.Tensor,
@@ -891,6 +896,7 @@ _merge = define_op(
 )
 
 
+@planned
 def merge_attention_states(
     outs: torch.Tensor,
     lses: torch.Tensor,

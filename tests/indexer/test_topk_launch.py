@@ -13,6 +13,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer import topk_select
 from cute_kernels.indexer.call import AllVisibleCall, ScoreTopKPrefillCall, TopKDecodeCall, TopKPrefillCall
+from cute_kernels.indexer.topk_held import HeldTopKKey
 from cute_kernels.models import MODELS
 
 NAMES = (
@@ -210,6 +211,14 @@ def test_many_picks_have_longer_lists(gpu: Launches) -> None:
         prefill(torch.empty(rows, columns), rows, k)
         key, _ = gpu.last()
         assert key.shape == shape
+
+
+def test_many_rows_are_held_for_many_picks_alone(gpu: Launches) -> None:
+    for columns, _, most_by_lists in topk_select.HELD:
+        for k in (max(most_by_lists, 1), most_by_lists + 1):
+            prefill(torch.empty(topk_select.MANY_ROWS, columns), topk_select.MANY_ROWS, k)
+            key, _ = gpu.last()
+            assert isinstance(key, HeldTopKKey) == (k > most_by_lists), (columns, k)
 
 
 def test_calls_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

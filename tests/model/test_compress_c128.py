@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compressor's portable kernel of ratio 128 in the model, against the reference: entries whose rows are the step's,
+"""The compressor's kernels of ratio 128 in the model, against the reference: entries whose rows are the step's,
 the cache's or both, and rows that are saved."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
+from cute_kernels.compressor.ratio128 import C128Key
 from cute_kernels.compressor.ratio128_portable import PortableC128Key
 from tests.compile.reports import compile_report
 from tests.gpu.test_compress_c128 import call, check_entries, inputs, raw_bytes, same_state, saved
@@ -29,11 +30,22 @@ RANGES = ((120, 129), (127, 128), (3, 20), (254, 257), (0, 128))
     ("arch", "op", "window"), [("sm_80", "fused", 0), ("sm_120a", "fused", 1), ("sm_80", "compress", 0)]
 )
 def test_every_byte(arch: str, op: str, window: int) -> None:
-    fused = op == "fused"
+    check(PortableC128Key(arch, "fp8_ds_mla/1", False, op == "fused"), window, 1)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "op", "window", "tokens"), [(2, "fused", 0, 40), (8, "fused", 1, 158), (4, "compress", 0, 79)]
+)
+def test_every_byte_by_clusters(cluster: int, op: str, window: int, tokens: int) -> None:
+    """Of so many CTAs, each for so many tokens."""
+    check(C128Key("sm_90a", "fp8_ds_mla/1", False, op == "fused", cluster), window, tokens)
+
+
+def check(key: C128Key, window: int, tokens: int) -> None:
+    fused, op = key.fused, "fused" if key.fused else "compress"
     a = inputs(RANGES)
     if not fused:
         a = saved(a)
-    key = PortableC128Key(arch, "fp8_ds_mla/1", False, fused)
     program, memory = parse(compile_report(key).ptx), GlobalMemory(1 << 23)
     state, table, cache, rope = a["state_cache"], a["block_table"], a["kv_cache"], a["cos_sin_cache"]
     count, (pages, page_rows, _), (requests, columns) = len(a["slot_mapping"]), state.shape, table.shape
@@ -47,7 +59,7 @@ def test_every_byte(arch: str, op: str, window: int) -> None:
         at["slot_mapping"],
         at["kv_slot_mapping"],
         count,
-        1,
+        tokens,
     ]
     values += [at["state_cache"], state.stride(0) * 4, pages, pages * page_rows, *divisor(page_rows)]
     values += [at["block_table"], table.stride(0) * 4, columns * page_rows, requests, *divisor(max(columns, 1))]
@@ -62,7 +74,9 @@ def test_every_byte(arch: str, op: str, window: int) -> None:
     ]
     values += [at["rms_norm_weight"], at["cos_sin_cache"], rope.stride(0) * 4, rope.shape[0], 0, a["rms_norm_eps"]]
     records, make = orders.recorder(program)
-    run_grid(program, pack(program, values), memory, blocks=count, size=key.smem_bytes, events=make)
+    cluster = 1 if isinstance(key, PortableC128Key) else key.cluster
+    blocks = -(-count // tokens) * cluster
+    run_grid(program, pack(program, values), memory, blocks=blocks, cluster=cluster, size=key.smem_bytes, events=make)
     for record in records:
         orders.check(record)
 

@@ -171,6 +171,15 @@ def test_prefill_in_any_order() -> None:
     prefill_trace()
 
 
+def test_prefill_in_any_order_with_late_tiles() -> None:
+    """QK warps do not find the next tile of nine, and hand over P before it is there."""
+    call = Prefill(columns=550)
+    records, make = orders.recorder(program(PREFILL))
+    call.run(program(PREFILL), 1, seed=3, laziness=0.9, events=make, slow=range(12, 16))
+    call.check()
+    orders.check(records[0], copies_are_fenced=False, votes_order=True)
+
+
 IMPLIED = {
     "no fence": "threads of the scores have had their own behind the same bytes, before they gave way to this one",
     "no barrier of the warp": "another one, or a vote on what was read, comes before the arrival that it is for",

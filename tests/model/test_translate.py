@@ -79,7 +79,23 @@ def test_rows(key: TranslateKey, columns: int, page_rows: int, holes: float) -> 
         table[0, 3], table[1, 4:9], table[2, 5] = -1, -(2**31), 2**31 // page_rows if page_rows > 1 else -7
     requests = np.array([0, 1, 2, 1, -1], np.int32)
     valid = np.array([True, True, False, True, True])
-    args = picks, requests, table, page_rows, valid
+    check(key, picks, requests, table, page_rows, valid)
+
+
+def check(key: TranslateKey, *args: Any) -> None:
     got, want = translated(key, *args), expected(*args)
     assert got[0].tolist() == want[0]
     assert got[1].tolist() == want[1]
+
+
+@pytest.mark.parametrize("key", [TranslateKey("sm_90a", 4, True, 2, 2), TranslateKey("sm_90a", 1, False, 4, 1)])
+def test_one_hole(key: TranslateKey) -> None:
+    """Wherever it is; behind the last pick it is none."""
+    columns, page_rows = 300, 64
+    holes = np.array([0, 1, 130, columns - 2, columns - 1, columns])
+    picks = np.tile(np.arange(columns + 1, dtype=np.int32)[::-1], (len(holes), 1))
+    picks[np.arange(len(holes)), holes] = -1
+    picks = picks[:, :columns].copy()
+    table = np.arange(20, 40, dtype=np.int32)[None]
+    requests, valid = np.zeros(len(holes), np.int32), np.ones(len(holes), bool)
+    check(key, picks, requests, table, page_rows, valid)

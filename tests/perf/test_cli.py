@@ -257,6 +257,20 @@ def test_several_ops_run_in_a_process_each(
         assert (options["replays"], options["json"]) == (15, out / f"{command[5]}.json")
 
 
+@pytest.mark.full
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    for size in (9, 100_000):  # written at the end, and while the command runs
+        shown = f"cli.show_records = lambda options: print('x' * {size})"
+        code = f"from perf import cli; {shown}; cli.main(['show', 'engines'])"
+        with subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.close()
+            assert process.stderr.read() == ""
+
+
 # ---- report ----------------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +278,8 @@ def test_several_ops_run_in_a_process_each(
 def root(tmp_path: Path) -> Path:
     markers = report.HEADLINE_BEGIN, report.HEADLINE_END, report.BEGIN, report.END
     (tmp_path / "README.md").write_text("\n".join(("# x", *markers, "")))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/engines.md").write_text("\n".join(("# y", report.GAIN_BEGIN, report.GAIN_END, "")))
     synthetic.write(tmp_path, record([cell(1, 1616, 1.9, {"vllm-triton": 4.38}), cell(64, 103_424, 2.0)]))
     return tmp_path
 
@@ -271,7 +287,7 @@ def root(tmp_path: Path) -> Path:
 def test_report_writes_and_lists_losing_cells(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", "--root", str(root), "--no-plots"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("perf/REPORT.md\nREADME.md\n")
+    assert printed.startswith("perf/REPORT.md\nREADME.md\ndocs/engines.md\n")
     assert "over the stated target of 1.80 µs" in printed
     assert "## NVIDIA H200" in (root / "perf/REPORT.md").read_text()
     assert f"`{INSERT}`" in (root / "README.md").read_text()
@@ -313,6 +329,7 @@ def test_report_needs_the_markers(root: Path, capsys: pytest.CaptureFixture[str]
     assert "README.md: expected one <!-- headline:begin -->" in refused(
         capsys, "report", "--root", str(root), "--no-plots"
     )
+    assert not (root / "perf/REPORT.md").exists()
     assert not (root / "perf/REPORT.md").exists()
 
 

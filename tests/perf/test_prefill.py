@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from cute_kernels.runtime import kept
 from cute_kernels.runtime.ops import OPS
-from perf.prefill import OP, PER_ROW, SHAPES, in_order, near
+from perf.prefill import OP, PER_ROW, SHAPES, in_order, near, portable
 from perf.targets import TARGETS_US
 
 
@@ -36,3 +39,17 @@ def test_what_counts_as_near() -> None:
     assert not near({"out": out.index_fill(1, torch.tensor([1]), 0.0), "lse": lse}, want)
     assert not near({"out": out, "lse": lse + 1e-3}, want)
     assert not near({"out": out, "lse": torch.full_like(lse, float("nan"))}, want)
+
+
+def test_portable_calls_run_no_plan_and_leave_none() -> None:
+    plans = kept.table()
+    plans["before"] = None
+    seen: list[Any] = []
+
+    def call() -> None:
+        seen.append(dict(plans))
+        plans["inside"] = None
+
+    portable("prefill_key", call)
+    assert seen == [{}]
+    assert plans == {}

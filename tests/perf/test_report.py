@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report, the README's numbers and the plots, from made-up records."""
+"""The report, the pages' numbers and the plots, from made-up records."""
 
 from __future__ import annotations
 
@@ -297,12 +297,48 @@ def test_a_readme_without_its_markers_is_refused(numbers: str) -> None:
         report.fill(f"{report.BEGIN}{report.END}", book(cell(1, 1616, 1.5)))
 
 
+# ---- docs/engines.md -------------------------------------------------------------------------------------------------
+
+
+def engine_cell(case: str, ours: float, engine: float) -> dict[str, Any]:
+    return cell(case, 10**6, ours, {"vllm-classes": engine}, op=report.ENGINES, flops=10**9, products="e4m3")
+
+
+def test_gains_of_an_engines_layers() -> None:
+    found = book(
+        engine_cell("swa b1 ctx8192 tp1 inside", 10.0, 15.0),
+        engine_cell("c4a b1 ctx8192 tp8 inside", 10.0, 24.0),
+        engine_cell("swa b8 ctx8192 tp1 whole", 20.0, 22.0),
+        engine_cell("swa prefill 2048 ctx8192 tp1 inside", 100.0, 130.0),
+        engine_cell("swa prefill 2048 ctx65536 tp8 whole", 100.0, 140.0),
+        engine_cell("c4a b3 ctx11810 tp4 whole between", 10.0, 30.0),
+        op=report.ENGINES,
+    )
+    text = report.render_gain(found)
+    assert line(text, "decode of 1, 8 behind 8192")[1:] == ["1, 8", "2", "1.90 (1.50 to 2.40)", "1.10 (1.10 to 1.10)"]
+    assert line(text, "prefill of 2048 behind 8192")[1:] == ["1", "1", "1.30 (1.30 to 1.30)", ""]
+    assert line(text, "prefill of 2048 behind 65536")[1:] == ["8", "1", "", "1.40 (1.40 to 1.40)"]
+    assert line(text, "of both, drawn between these")[1:] == ["4", "1", "", "3.00 (3.00 to 3.00)"]
+    page = f"before\n{report.GAIN_BEGIN}\nold\n{report.GAIN_END}\nbehind\n"
+    assert report.fill_engines(page, found) == page.replace("old", text)
+
+
+def test_a_page_of_engines_without_its_markers_or_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"docs/engines.md: expected one <!-- gain:begin -->"):
+        report.fill_engines("", book(cell(1, 1616, 1.5)))
+    with pytest.raises(ValueError, match=r"engines: 'swa one' is no step"):
+        report.render_gain(book(engine_cell("swa one", 10.0, 15.0), op=report.ENGINES))
+    assert report.render_gain(book(cell(1, 1616, 1.5))) == "No layer of an engine has been measured yet."
+
+
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     (tmp_path / "README.md").write_text(README)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/engines.md").write_text(f"# Engines\n\n{report.GAIN_BEGIN}\n{report.GAIN_END}\n\nrest\n")
     synthetic.write(tmp_path, record([cell(1, 1616, 1.9, {"vllm-triton": 4.38}), cell(64, 103_424, 2.0)]))
     decode = cell("b64", 40 * 10**6, 84.0, {"flash_mla": 90.0}, op=DECODE, flops=10**10, products="bf16")
     synthetic.write(tmp_path, record([decode], op=DECODE))
@@ -317,6 +353,7 @@ def test_what_is_written_is_up_to_date_until_a_record_changes(root: Path) -> Non
     report.write(root, collected(root), pictures=False)
     missing = [f"perf/plots/h200/{name}.png" for name in ("overview", synthetic.INSERT, DECODE)]
     assert report.stale(root, collected(root)) == missing
+    assert "No layer of an engine" in (root / "docs/engines.md").read_text()
     synthetic.write(root, record([cell(1, 1616, 1.8, {"vllm-triton": 4.38})]))
     assert report.stale(root, collected(root))[:2] == ["perf/REPORT.md", "README.md"]
 

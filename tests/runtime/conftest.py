@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines that the tests of the command line run on."""
+"""Machines that the tests of the command line run on, and one whose kernels only note what they are given."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from cute_kernels.runtime import arch as arch_
-from cute_kernels.runtime import cache
+from cute_kernels.runtime import cache, kept, plans
+from cute_kernels.runtime import compile as compile_
 from tests.runtime.test_cache import ENVIRONMENT
 
 
@@ -37,3 +39,27 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 << 30))
     yield state
     arch_.arch_of.cache_clear()
+
+
+Launches = list[tuple[Any, tuple[Any, ...]]]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """Keys and arguments of launches, which do nothing: memory of the CPU counts as a Hopper's."""
+    launches: Launches = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(plans, "_are_on_gpu", lambda values: True)
+    monkeypatch.setattr(compile_, "_obtain", lambda key, index: lambda *args: launches.append((key, args)))
+
+    def forget() -> None:
+        kept.forget()
+        arch_.arch_of.cache_clear()
+        arch_.multiprocessors.cache_clear()
+
+    forget()
+    yield launches
+    forget()

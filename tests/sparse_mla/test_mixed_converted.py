@@ -131,8 +131,13 @@ def test_who_converts_where_the_op_may_choose(launched: Launches, monkeypatch: p
         run(form="auto", workspace=memory)
     assert keys(launched) == [MixedFp8Key("sm_90a")] * 4
     launched.clear()
+    run(form="auto", **of_heads(33))
     run(form="auto", **of_heads(32))
-    assert keys(launched) == [SwapAbMixedFp8Key("sm_90a", 32)]
+    assert keys(launched) == [
+        ConvertMixedKey("sm_90a"),
+        MixedFp8ConvertedKey("sm_90a"),
+        SwapAbMixedFp8Key("sm_90a", 32),
+    ]
     launched.clear()
     monkeypatch.setattr(select, "arch_of", lambda index: "sm_120a")
     run(form="auto")

@@ -553,7 +553,7 @@ class GemmKernel:
     ) -> tuple[Any, Any]:
         """totals = this thread's results of a work tile. By a consumer warpgroup. Returns its next place in the ring.
 
-        operands   the memory of `a` and of `b`, by stages
+        operands   the memory of `a` and of `b`, by stages, and whose rows of `a`: the number of the warpgroup
         """
         products = [wgmma.accumulators(mma[0], self.rows, self.columns) for _ in range(self.depth)]
         stage, phase = place
@@ -576,10 +576,8 @@ class GemmKernel:
     @cute.jit
     def consume_bf16(self, mma: Any, ring: Any, operands: Any, totals: Any, place: Any, chunks: Any) -> tuple[Any, Any]:
         """The same of bf16 operands: the tensor cores add up all chunks."""
-        thread = cute.arch.thread_idx()[0]
-        lane = thread % WARP
-        consumer = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
-        a, b = operands
+        lane = cute.arch.thread_idx()[0] % WARP
+        a, b, consumer = operands
         mma, mma_more = mma
         sums = wgmma.accumulators(mma, self.rows, self.columns)
         sums.fill(0.0)
@@ -622,10 +620,8 @@ class GemmKernel:
 
         chunks   of each its number, and which of four it is
         """
-        thread = cute.arch.thread_idx()[0]
-        lane = thread % WARP
-        consumer = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
-        a, b = operands
+        lane = cute.arch.thread_idx()[0] % WARP
+        a, b, consumer = operands
         stage, phase = place
         depth = const_expr(len(products))
         under_way: list[Any] = []
@@ -900,8 +896,8 @@ class GemmKernel:
         else:
             if const_expr(self.warpgroups > 1):
                 cute.arch.setmaxregister_increase(REGISTERS[self.warpgroups][1])
-            consumer = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
-            operands = a, b
+            consumer = wgmma.number_of_warpgroup(thread) if const_expr(self.warpgroups > 1) else Int32(0)
+            operands = a, b, consumer
             totals = cute.make_rmem_tensor((self.columns // 2,), Float32)
             place = barriers.start()
             scales: Any = None

@@ -230,7 +230,7 @@ class DualGemmKernel:
             if is_bf16:
                 work = self.split_of(x_tiles, number, rank, x_chunks)
                 tile = x_tiles.coords(number, ROWS)
-                self.bf16.consume_bf16((x_mma, x_mma_more), ring, (x, w), totals, barriers.start(), work.chunks)
+                self.bf16.consume_bf16((x_mma, x_mma_more), ring, (x, w, 0), totals, barriers.start(), work.chunks)
                 row = tile[1] + own_row
                 self.exchange(self.bf16, totals, rank, warp, lane, received, bars, row, tile, x_out, rows, x_columns)
             else:
@@ -241,7 +241,7 @@ class DualGemmKernel:
                 if work.chunks > 0:
                     self.fp8.start_scales(scales, work, tile, own_row, rows, columns)
                 place = barriers.start()
-                self.fp8.consume((mma, mma_more), ring, (a, b), scales, totals, place, work)
+                self.fp8.consume((mma, mma_more), ring, (a, b, 0), scales, totals, place, work)
                 row = tile[1] + own_row
                 self.exchange(self.fp8, totals, rank, warp, lane, received, bars, row, tile, out, rows, columns)
 
