@@ -398,13 +398,12 @@ def launch_mixed(call: MixedCall) -> None:
         return
     device_index = call.query.device.index
     pools = call.pools
-    is_converted = select.is_converted(call)
+    # nothing is launched without CTAs, and the kernel behind reads queries early
+    is_converted = select.is_converted(call) and call.cache_rows > 0
     if is_converted:
         pools = call.converted_pools()
-        # nothing is launched without CTAs
-        if call.cache_rows:
-            is_other = int(call.compressed_kv_cache is not None)
-            launch_key(select.of_convert_mixed(call), device_index, *call.pools, *pools, is_other)
+        is_other = int(call.compressed_kv_cache is not None)
+        launch_key(select.of_convert_mixed(call), device_index, *call.pools, *pools, is_other)
     launch_key(
         select.of_mixed(call, is_converted),
         device_index,
