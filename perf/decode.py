@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from cute_kernels.formats import FP8_DS_MLA, HEAD_DIM
-from cute_kernels.runtime.arch import arch_of
+from cute_kernels.runtime.arch import arch_of, multiprocessors
 from cute_kernels.runtime.ops import OPS
-from perf.decode_inputs import MODES, OP, SPLITS, SPREAD, DecodeSet, Shape
-from perf.grid import LENGTHS, draw, facts_between, of_rows
+from cute_kernels.sparse_mla.schedule import choose_splits, head_groups, may_halve, num_tiles
+from perf.decode_inputs import MODES, OP, SPLITS, SPREAD, WINDOW, DecodeSet, Shape
+from perf.grid import LENGTHS, ONE_LONG, draw, facts_between, of_rows
 from perf.measure import compare, number_of_sets
 from perf.peers import load_peer
 
@@ -34,6 +35,11 @@ OWN = (
         for mode in ("c4_128+1024", "c128_128+1024")
         for kind in LENGTHS
         for batch in (16, 48, 192)
+    ),
+    *(
+        Shape(mode, 64, batch, dense=mode.startswith("c128"), unequal=kind)
+        for mode in ("c4_128+1024", "c128_128+1024")
+        for batch, kind in ((40, ""), (40, ONE_LONG), (48, ""), (64, ONE_LONG))
     ),
     *(Shape("c4_128+512", 64, batch, splits=(("split_tokens", 256),)) for batch in (1, 32, 256)),
     *(Shape("c4_128+512", 64, 64, splits=(("num_splits", n),)) for n in (1, 2, 4)),
@@ -121,13 +127,16 @@ def _flashmla() -> Any:
     return importlib.import_module("vllm.third_party.flashmla.flash_mla_interface")
 
 
-def _candidates(shape: Shape, peers: bool, variants: bool) -> dict[str, Candidate | str]:
-    """Those of a shape by name. Explicit splits have no peers: they are about our own choice."""
+def _candidates(shape: Shape, peers: bool, variants: bool, sms: int) -> dict[str, Candidate | str]:
+    """Those of a shape by name. Explicit splits have no peers: they are about our own choice. What the op does not
+    choose for long rows is measured in any case. sms: multiprocessors of the GPU"""
     found: dict[str, Candidate | str] = {}
     if variants and not shape.splits:
         for splits in SPLITS:
             name = " ".join(f"{k}={v}" for k, v in splits.items())
             found[f"ours {name}"] = partial(_call, splits)
+    if may_cut(shape, sms // 2) and not shape.splits:
+        found["ours long_rows=whole"] = partial(DecodeSet.call, splits={}, long_rows="whole")
     if peers and not shape.splits:
         module = load_peer("flashmla", _flashmla)
         missing = isinstance(module, str)
@@ -138,6 +147,14 @@ def _candidates(shape: Shape, peers: bool, variants: bool) -> dict[str, Candidat
         if shape in PLANNED:
             found["flashmla-and-planner"] = module if missing else FlashMLA(module, planning=True)
     return found
+
+
+def may_cut(shape: Shape, clusters: int) -> bool:
+    """Whether the op may cut long rows in halves on a GPU with so many clusters, where it does not split all rows."""
+    groups = head_groups(shape.heads)
+    tiles = num_tiles(WINDOW) + num_tiles(MODES[shape.mode][1])
+    is_whole = choose_splits(shape.rows, groups, tiles, clusters) == 1
+    return is_whole and MODES[shape.mode][1] > 0 and may_halve(shape.rows * groups, clusters, tiles)
 
 
 def _call(splits: Mapping[str, int], s: DecodeSet) -> None:
@@ -178,7 +195,7 @@ def sweep(
         first = DecodeSet.make(shape, 0)
         work = cost(*first.arguments())
         sets = [first, *(DecodeSet.make(shape, seed) for seed in range(1, number_of_sets(work.bytes)))]
-        candidates = _candidates(shape, peers, variants)
+        candidates = _candidates(shape, peers, variants, multiprocessors(0))
         records.append(compare(OP, _facts(shape), sets, work, candidates, replays, products="bf16"))
     return records
 

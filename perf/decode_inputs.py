@@ -137,9 +137,10 @@ class DecodeSet:
             given |= {"extra_indices": listed, "extra_topk_length": seen}
         return cls(shape, given, listed, seen)
 
-    def call(self, splits: Mapping[str, int]) -> None:
+    def call(self, splits: Mapping[str, int], long_rows: str = "auto") -> None:
         """This project's op, over a workspace that all calls share."""
-        sparse_mla_decode(**{**self.given, **splits, "workspace": _workspace(workspace_size(self.shape, splits))})
+        workspace = _workspace(workspace_size(self.shape, splits))
+        sparse_mla_decode(**{**self.given, **splits, "workspace": workspace, "long_rows": long_rows})
 
     def ours(self) -> None:
         self.call(dict(self.shape.splits))
@@ -175,7 +176,7 @@ PER_ROW = (
 
 def in_order(given: Mapping[str, Any]) -> tuple[Any, ...]:
     """All arguments of the op in the schema's order, None or 0 where nothing is given."""
-    rest = {"num_splits": 0, "split_tokens": 0, "constant_lists": 0}
+    rest = {"num_splits": 0, "split_tokens": 0, "constant_lists": 0, "long_rows": "auto"}
     return tuple(given.get(a.name, rest.get(a.name)) for a in OPS[OP].overload._schema.arguments)
 
 

@@ -182,6 +182,29 @@ def store_bf16(
 
 
 @cute.jit
+def store_bf16_paired(
+    values: cute.Tensor, lane: Any, target: Any, row_bytes: Any, rows: Any, count: cutlass.Constexpr, policy: Any = None
+) -> None:
+    """As `store_bf16` of all columns, where of every 16 columns the pairs 0, 2, 4, 6, 1, 3, 5, 7 lie in this order: a
+    thread has four neighbouring ones, and exchanges half of its words with one other.
+    """
+    is_upper = lane & 1 != 0
+    at = (lane & 1) * 16 + (lane & 2) * 4
+    for block in range_constexpr(count // 32):
+        for half in range_constexpr(2):
+            first = [16 * block + 4 * i + 2 * half for i in range(4)]
+            words = [ptx.bf16x2(values[i], values[i + 1]) for i in first]
+            got = []
+            for i in range_constexpr(2):
+                sent = words[i] if is_upper else words[2 + i]
+                got.append(cute.arch.shuffle_sync_bfly(sent, offset=1))
+            low = [got[i] if is_upper else words[i] for i in range(2)]
+            high = [words[2 + i] if is_upper else got[i] for i in range(2)]
+            address = target + row_bytes * (8 * half) + (at + block * 32) * 2
+            ptx.store_global_128(address, (*low, *high), 8 * half < rows, policy)
+
+
+@cute.jit
 def store_bf16_transposed(
     values: cute.Tensor, lane: Any, warp: Any, target: Any, row_bytes: Any, rows: Any, columns: cutlass.Constexpr
 ) -> None:

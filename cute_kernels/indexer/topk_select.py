@@ -31,15 +31,19 @@ HELD = (
     (2048, ((16, 1), (8, 2), (4, 4)), 0),
     (4096, ((16, 2), (8, 4), (8, 4)), 0),
     (5120, ((20, 2), (10, 4), (10, 4)), 0),
-    (6144, ((12, 4), (12, 4), (12, 4)), 1024),
-    (8192, ((16, 4), (16, 4), (16, 4)), 1024),
+    (6144, ((12, 4), (12, 4), (12, 4)), 512),
+    (8192, ((16, 4), (16, 4), (16, 4)), 512),
 )
-"""(most columns, (warps, vectors) of up to SPREAD_ROWS rows, of more, and of MANY_ROWS or more; these for more picks
-than this) of CTAs that hold a row and list nothing, the first that fits. On an H100 16 rows of 1024, 2048, 4096 and
-5000 columns (k = 512, 1024, 1024, 1024) take 2.2, 2.6, 3.0 and 3.3 us, with 8, 8, 8 and 10 warps of four vectors 2.7,
-3.0, 3.3 and 3.6 us; 4096 rows of 1024 and 2048 columns (k = 512, 1024) 18.0 and 25.6 us, with eight warps 25.9 and
-34.5 us; 1000 rows of 8192 columns (k = 512, 1024, 2048) 24.2, 24.8 and 26.5 us, by lists 22.4, 26.2 and 44.8 us, 4096
-rows 83, 88 and 94 us, by lists 67, 83 and 141 us."""
+"""(most columns, (warps, vectors) of up to SPREAD_ROWS rows, of more, and of MANY_ROWS or more; of LISTED_ROWS or more
+for more picks than this) of CTAs that hold a row and list nothing, the first that fits. On an H100 16 rows of 1024,
+2048, 4096 and 5000 columns (k = 512, 1024, 1024, 1024) take 2.2, 2.6, 3.0 and 3.3 us, with 8, 8, 8 and 10 warps of four
+vectors 2.7, 3.0, 3.3 and 3.6 us; 4096 rows of 1024 and 2048 columns (k = 512, 1024) 18.0 and 25.6 us, with eight warps
+25.9 and 34.5 us. On an H200, of 8192 columns, held and by lists: 280 rows 8.4 and 10.1 us (k = 512), 8.8 and 12.6 us (k
+= 1024), 700 rows 15.1 and 15.5 us (k = 512), 1000 rows 19.7 and 19.5 us, 20.5 and 24.3 us, 4096 rows 70 and 64 us, 73
+and 81 us."""
+
+LISTED_ROWS = 800
+"""Of 5121 to 8192 columns and up to 512 picks, from which on lists take over; of more picks rows are held."""
 
 HELD_BY_FEW = ((10240, (20, 4)), (12288, (24, 4)), (16384, (32, 4)))
 """(most columns, (warps, vectors)) of CTAs that hold a longer row, of up to SPREAD_ROWS rows where there are clusters.
@@ -126,7 +130,7 @@ def key_for(arch: str, rows: int, width: int, k: int) -> TopKKey:
     has_clusters, is_many = arch in CLUSTER_ARCHS, rows >= MANY_ROWS
     is_spread = has_clusters and rows <= SPREAD_ROWS
     for most, shapes, of_many in HELD:
-        if width <= most and (not is_many or k > of_many):
+        if width <= most and (rows < LISTED_ROWS or k > of_many):
             return HeldTopKKey(arch, *shapes[0 if is_spread else 2 if is_many else 1], is_spread=is_spread)
     for most, few in HELD_BY_FEW:
         if is_spread and width <= most:
@@ -219,7 +223,7 @@ def run(
         return
     device_index = out.device.index
     # more rows make no difference
-    key, *shares = choose(device_index, min(rows, MANY_ROWS), width_of(logits), k)
+    key, *shares = choose(device_index, min(rows, LISTED_ROWS), width_of(logits), k)
     bounds = starts, ends, (logits.shape[1] if limit is None else limit, shifts), slots
     launch_key(key, device_index, *arguments(logits, bounds, out, rows, k, *shares), use_pdl)
 

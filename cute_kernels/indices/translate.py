@@ -204,6 +204,18 @@ def _key(device_index: int, width: int, is_shift: bool, warps: int, groups: int,
     return TranslateKey(arch_of(device_index), width, is_shift, warps, groups, through_l1)
 
 
+FEW_PICKS = 1 << 20
+"""Of all rows, below which a warp has one group of a row, as of few rows. On an H200, one group and two, one behind the
+other and apart: 1024 rows of 512 picks 3.16, 3.04 and 3.24, 3.15 us, 2048 rows 4.47, 4.33 and 4.54, 4.42, 3072 rows
+6.04, 5.98 and 5.63, 5.71; of 1024 picks 512 rows 3.17, 3.05 and 3.18, 3.08, 1024 rows 4.44, 4.35 and 4.36, 4.34
+(perf/log/data/indices_6.txt)."""
+
+
+def shape_of_call(rows: int, columns: int, width: int) -> tuple[int, int, bool]:
+    """As launching.shape_for."""
+    return shape_for(1 if width == 4 and rows * columns < FEW_PICKS else rows, columns, width)
+
+
 def why_not(call: TranslateCall) -> str:
     """Why no kernel can take a (checked) call; empty if one can."""
     if call.topk_indices.shape[1] >= MOST_ROWS:
@@ -220,7 +232,7 @@ def launch(call: TranslateCall) -> None:
     width = group_width((columns,), call.topk_indices, call.out_indices)
     is_shift, pages = page_argument(call.block_size)
     launch_key(
-        _key(device_index, width, is_shift, *shape_for(rows, columns, width)),
+        _key(device_index, width, is_shift, *shape_of_call(rows, columns, width)),
         device_index,
         call.topk_indices,
         call.token_to_req_indices,

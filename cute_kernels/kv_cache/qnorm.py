@@ -276,7 +276,8 @@ class QnormKernel:
         return (*load(start), *load(start + record.HALF_ROW))
 
     def load_position(self, angles: Any, token: Any) -> Any:
-        return ptx.load_global_s64_in_order(angles[0] + Int64(token) * 8)
+        # all warps of a token want it
+        return ptx.load_global_s64_in_order(angles[0] + Int64(token) * 8, is_shared=True)
 
     def load_scale(self, scale: Any) -> Any:
         """The number at that address, where the format has scales."""

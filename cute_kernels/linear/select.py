@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cute_kernels.formats import HEAD_DIM, INDEX_DIM
-from cute_kernels.linear.hopper.gemm import BOX_ROWS, HALF_ROWS, SCALE_BLOCK, GemmKey
+from cute_kernels.linear.hopper.gemm import BOX_ROWS, HALF_ROWS, SCALE_BLOCK, SCALED_CHUNKS, GemmKey
 from cute_kernels.linear.hopper.gemm_swap_ab import SwapAbKey
 from cute_kernels.models import ModelConfig
 
@@ -128,7 +128,7 @@ TILES: tuple[Tile, ...] = (
     Tile(GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4), 0.238, 0.4),
     Tile(GemmKey(HOPPER, rows=64, warpgroups=1, stages=8, depth=2), 0.344, 0.5),
     Tile(GemmKey(HOPPER, rows=128, columns=64, stages=8, depth=2), 0.328, 0.5),
-    Tile(GemmKey(HOPPER, rows=128, stages=6, depth=2, staged=True), 0.440, 0.55),
+    Tile(GemmKey(HOPPER, rows=128, stages=6, depth=2, unrolled=8, staged=True), 0.440, 0.55),
     Tile(GemmKey(HOPPER, rows=192, warpgroups=3, stages=4, staged=True), 0.660, 0.85),
 )
 """Fitted to times on an H200 (the last two: perf/log/data/gemm_flow_1.txt)."""
@@ -224,7 +224,9 @@ K 4096: 64 CTAs 6.7, 7.0, 7.3 us; 96 CTAs 7.4 to 7.7, 7.2 to 7.3, 7.5; 128 CTAs 
 11.3, 10.9 (perf/log/data/gemm_stages_1.txt)."""
 
 SQUARES_TILES = tuple(
-    tile._replace(key=replace(tile.key, staged=True, squares=True)) for tile in TILES if tile.key.columns == SCALE_BLOCK
+    tile._replace(key=replace(tile.key, unrolled=SCALED_CHUNKS, staged=True, squares=True))
+    for tile in TILES
+    if tile.key.columns == SCALE_BLOCK
 )
 """Of kernels that store the sums of their results' squares as well."""
 
@@ -238,8 +240,10 @@ def has_result(key: GemmKey, output: str) -> bool:
 
 
 def with_output(key: GemmKey, output: str) -> GemmKey:
-    """`key` with another type of result: only bf16 goes out through shared memory."""
-    return replace(key, output=output, staged=key.staged and output == "bf16")
+    """`key` with another type of result: only bf16 goes out through shared memory, by the longer mainloop."""
+    if output == "bf16":
+        return key
+    return replace(key, output=output, unrolled=SCALED_CHUNKS, staged=False)
 
 
 def count_work_tiles(key: GemmKey, rows: int, groups: int, outputs: int) -> int:

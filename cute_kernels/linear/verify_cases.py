@@ -68,6 +68,7 @@ _MANY_ROWS = (
     (129, 1, 8192, 128),
     (129, 4, 512, 4096),
     (257, 1, 64, 4096),
+    (257, 1, 4352, 1664),
     (385, 1, 2304, 128),
     (513, 1, 512, 128),
     (513, 2, 512, 3584),
@@ -75,7 +76,7 @@ _MANY_ROWS = (
     (1024, 3, 192, 128),
     (1024, 3, 384, 128),
 )
-"""The cheapest calls for each of Hopper's kernels of many rows."""
+"""The cheapest calls for each of Hopper's kernels of many rows; one goes round the mainloop of eight chunks."""
 
 _MANY_SQUARES = (
     (1, 1, 128, 128),

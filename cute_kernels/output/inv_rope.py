@@ -203,7 +203,8 @@ class InvRopeKernel:
         else:
             token_ctas = length(o, 0)
         kernel.launch(
-            grid=[token_ctas * head_ctas, 1, 1],
+            # where few rows are spread over CTAs, nothing is divided ahead of the first load
+            grid=[head_ctas, token_ctas, 1] if const_expr(self.one_token) else [token_ctas * head_ctas, 1, 1],
             block=[self.warps * 32, 1, 1],
             stream=stream,
             use_pdl=use_pdl if const_expr(self.has_dependency) else False,
@@ -233,13 +234,13 @@ class InvRopeKernel:
         head_ctas: cute.FastDivmodDivisorV2,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
+        cta, token, _ = cute.arch.block_idx()
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
-        token_cta, head_cta = divmod(cta, head_ctas)
         if const_expr(self.one_token):
-            token, first_head = token_cta, (head_cta * self.warps + warp) * self.heads
+            first_head = (cta * self.warps + warp) * self.heads
         else:
+            token_cta, head_cta = divmod(cta, head_ctas)
             token, first_head = token_cta * TOKENS + warp, head_cta * self.heads
         # tokens and heads past the end load the last ones again, and store nothing
         source = Int64(cutlass.min(token, tokens - 1))
@@ -254,13 +255,17 @@ class InvRopeKernel:
                 cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
 
-        # the loads from the table wait for the position, so it comes first
-        position = ptx.load_global_s64_in_order(position_at)
+        # the loads from the table wait for the position, so it comes first. But of few rows the assembler then put what
+        # waits for it ahead of the rows' loads: there it is last, and may be in L1, as other warps want it, too
+        if const_expr(not self.one_token):
+            position = ptx.load_global_s64_in_order(position_at)
         loaded = []
         for start in starts:
             # through L1, although nobody reads it again: leaving it out cost 6% (8192 tokens: 204 µs instead of 192)
             first = ptx.load_global_128_cached_in_order(start)
             loaded.append((first, ptx.load_global_128_cached_in_order(start + HALF_ROW)))
+        if const_expr(self.one_token):
+            position = ptx.load_global_s64_in_order(position_at, is_shared=True)
         # all lanes load what the rope lanes need: the same sectors
         angles = table + table_row(position, table_rows) * table_stride + Int64((lane % 8) * 16)
         cos = ptx.load_global_128_cached_in_order(angles)
@@ -269,15 +274,13 @@ class InvRopeKernel:
             cute.arch.griddepcontrol_launch_dependents()
 
         value = Int32(0)
+        where = (out, out_token, out_group, group_heads, heads)
+        if const_expr(self.one_token and not self.is_quantized):
+            # no token is past the end, and without a branch it is known early where its heads go
+            self.store_heads(lane, token, first_head, loaded, cos, sin, where)
         # a branch keeps the loads together: the assembler would begin with the first head before the last is loaded
-        if token < tokens:
-            words = []
-            for i in range_constexpr(self.heads):
-                group, offset = divmod(first_head + i, group_heads)
-                target = out + Int64(token) * out_token + Int64(group) * out_group
-                words.append(self.store_head(lane, loaded[i], cos, sin, target, offset, first_head + i < heads))
-            if const_expr(self.is_quantized):
-                value = self.lane_scale(lane, words)
+        elif token < tokens:
+            value = self.store_heads(lane, token, first_head, loaded, cos, sin, where)
 
         if const_expr(self.is_quantized):
             # this thread stores value `index` of a token
@@ -297,6 +300,17 @@ class InvRopeKernel:
             target = scales + Int64(group) * scale_group + Int64(row) * scale_row + Int64(token) * 4
             # the tokens between the last one and the padded length get zeros
             ptx.store_global_s32(target, value, is_mine and number < heads and token < padded_tokens)
+
+    @cute.jit
+    def store_heads(self, lane: Any, token: Any, first_head: Any, loaded: Any, cos: Any, sin: Any, where: Any) -> Any:
+        """Turn a warp's heads back and store them. Returns what the lane contributes to the scales."""
+        out, out_token, out_group, group_heads, heads = where
+        words = []
+        for i in range_constexpr(self.heads):
+            group, offset = divmod(first_head + i, group_heads)
+            target = out + Int64(token) * out_token + Int64(group) * out_group
+            words.append(self.store_head(lane, loaded[i], cos, sin, target, offset, first_head + i < heads))
+        return self.lane_scale(lane, words) if const_expr(self.is_quantized) else Int32(0)
 
     @cute.jit
     def store_head(self, lane: Any, loaded: Any, cos: Any, sin: Any, target: Any, offset: Any, is_stored: Any) -> Any:

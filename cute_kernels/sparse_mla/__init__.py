@@ -14,11 +14,12 @@ verify_cases.py        calls that the kernels are verified with
 params.py              what kernels share: query, caches, lists, output, logits, work tiles, running maxima
 quant_output.py        results as codes; early.py: what decode asks L2 for before the kernel ahead has ended
 hopper/                wgmma. Decode: decode.py, with decode_smem.py (its geometry, shared memory, barriers),
-                       decode_dequantize.py (its dequantizers), planner.py (which cluster takes what);
-                       decode_swap_ab.py (up to 16 heads).
+                       decode_dequantize.py (its dequantizers), planner.py (which cluster takes what),
+                       decode_halves.py (long rows by two clusters); decode_swap_ab.py (up to 16 heads).
                        Prefill: prefill.py, prefill_mixed.py, prefill_paged.py, prefill_paged_cluster.py (few query
                        rows: split), prefill_swap_ab.py (up to 16 heads; mixed, too), prefill_mixed_swap_ab.py (e4m3
-                       caches, up to 32 heads); prefill_index_loader.py, prefill_softmax.py (what these share)
+                       caches, up to 32 heads); prefill_index_loader.py, prefill_softmax.py (what these share);
+                       prefill_codes.py (e4m3 codes become f16)
 blackwell/             tcgen05: decode.py, prefill.py, prefill_mixed.py, prefill_paged.py; for more than 64 heads
                        decode_2cta.py and, off so far, prefill_2cta.py
 mma_sync/              sm_80 and up: decode.py, prefill.py (all three ops), operands.py (of both);

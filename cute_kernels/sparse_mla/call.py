@@ -45,6 +45,7 @@ class DecodeCall(NamedTuple):
     lse: torch.Tensor | None
     workspace: torch.Tensor | None
     constant_lists: int = 0
+    long_rows: str = "auto"
     q_squares: torch.Tensor | None = None
     q_norm_eps: float = 0.0
     positions: torch.Tensor | None = None
@@ -104,6 +105,24 @@ class DecodeCall(NamedTuple):
         return schedule.choose_splits(
             self.rows, groups, self.max_tiles, at_once, schedule.heads_of_group(heads), most
         ), 0
+
+    def wants_halves(self) -> bool:
+        """Whether long rows may be cut in halves: where there is a second list, unless the call says that they stay
+        whole, or how rows are split."""
+        return self.long_rows != "whole" and not (self.num_splits or self.split_tokens or self.extra == "none")
+
+    def is_halved(self, at_once: int, splits: int) -> bool:
+        """Whether they are, if so many work tiles run at a time and rows have so many splits."""
+        work_tiles = self.rows * schedule.head_groups(self.q.shape[2])
+        return (
+            self.wants_halves()
+            and splits == 1
+            and set(self.formats) == {FP8_DS_MLA.id}
+            and (self.is_quantized or self.out.element_size() == 2)
+            and schedule.may_halve(work_tiles, at_once, self.max_tiles)
+            and self.workspace is not None
+            and self.workspace.nbytes >= work_tiles * schedule.KEPT_BYTES
+        )
 
     def partials(self, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The workspace as fp32 [splits, b, s_q, h, 512] and [splits, b, h, s_q]."""

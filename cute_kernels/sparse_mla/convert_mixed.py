@@ -5,6 +5,9 @@ f16 rows of all that both caches have. f16 holds every e4m3 number.
     rows     [0, W)         the window's cache, by slot
              [W, W + C)     the compressed one
 
+Their columns lie as prefill_mixed multiplies them (hopper/prefill_codes.py): of every 16 the pairs 0, 2, 4, 6, 1, 3, 5,
+7.
+
 A warp takes `rows` neighbouring rows: the first lanes find where they are, then all lanes move one after the other, of
 each half of a row eight columns, so that loads and stores are whole sectors.
 """
@@ -112,7 +115,13 @@ class ConvertMixedKernel:
         target = rows.target + Int64(first) * (2 * HEAD_DIM) + lane * 16
         for i in range_constexpr(self.key.rows):
             for half in range_constexpr(2):
-                words = [word for codes in loaded[i][half] for word in ptx.f16x2_of_e4m3x4(codes)]
+                # of two lanes one gets the even pairs of 16 columns, the other the odd ones
+                low, high = loaded[i][half]
+                even, odd = ptx.permute_bytes(low, high, 0x5410), ptx.permute_bytes(low, high, 0x7632)
+                is_upper = lane & 1 != 0
+                got = cute.arch.shuffle_sync_bfly(even if is_upper else odd, offset=1)
+                both = (got if is_upper else even), (odd if is_upper else got)
+                words = [word for codes in both for word in ptx.f16x2_of_e4m3x4(codes)]
                 ptx.store_global_128(target + (i * 2 * HEAD_DIM + half * 2 * HALF), words, first + i < rows.count)
 
 

@@ -78,6 +78,7 @@ class DecodeArgs(NamedTuple):
     ctas         of the grid, at most
     constant_lists
                  as the op's, or None, as the key says
+    halves       address of what first halves leave (hopper/decode_halves.py), 16-byte aligned, or None, as the key says
     """
 
     q: cute.Tensor
@@ -104,6 +105,7 @@ class DecodeArgs(NamedTuple):
     split_tiles: Int32
     ctas: Int32
     constant_lists: Int32 | None
+    halves: Int64 | None
     stream: cuda.CUstream
 
     @property
@@ -142,6 +144,7 @@ def fake_decode(
     quantized: bool = False,
     raw: bool = False,
     takes_constant_lists: bool = False,
+    halves: bool = False,
 ) -> DecodeArgs:
     """What a kernel is compiled for: any sizes and strides that `why_not_decode` lets through."""
 
@@ -185,6 +188,7 @@ def fake_decode(
         split_tiles=Int32(0),
         ctas=Int32(1),
         constant_lists=Int32(0) if takes_constant_lists else None,
+        halves=Int64(0) if halves else None,
         stream=fake_stream(),
     )
 

@@ -27,7 +27,7 @@ MOST_POOL_BYTES = UNIT << 31
 
 def why_not_decode(call: DecodeCall) -> str:
     """Why no kernel can take a call, or nothing."""
-    why = select.why_not_formats_of_decode(call)
+    why = select.why_not_formats_of_decode(call) or select.why_not_halves(call)
     if why:
         return why
     if call.is_quantized:
@@ -101,8 +101,10 @@ def launch_decode(call: DecodeCall) -> None:
             key = select.of_decode(call, out_fp32=True)
     grid = grid_size(ctas, key.ctas_per_work_tile)
     work_tiles = call.rows * schedule.head_groups(call.q.shape[2]) * splits
-    is_dealt = schedule.is_dealt(work_tiles, grid // key.ctas_per_work_tile, call.max_tiles, splits, split_tiles)
-    key = select.decode_variant(key, call.is_quantized and not is_combined, call.is_raw, is_dealt)
+    is_halved = not is_combined and select.is_halved(call, key, ctas // key.ctas_per_work_tile, splits)
+    clusters = grid // key.ctas_per_work_tile
+    is_dealt = not is_halved and schedule.is_dealt(work_tiles, clusters, call.max_tiles, splits, split_tiles)
+    key = select.decode_variant(key, call.is_quantized and not is_combined, call.is_raw, is_dealt, is_halved)
     sink = 0 if is_combined or call.attn_sink is None else call.attn_sink.data_ptr()
     cache1, list1, *len1 = _extra_list(call)
     launch_key(
@@ -125,6 +127,7 @@ def launch_decode(call: DecodeCall) -> None:
         split_tiles,
         grid,
         *((call.constant_lists,) if key.takes_constant_lists else ()),
+        *((call.workspace.data_ptr(),) if is_halved and call.workspace is not None else ()),
     )
     if is_combined and call.is_quantized:
         combine.launch_quantized(out, lse, call.attn_sink, call.quant, call.lse)
@@ -395,13 +398,12 @@ def launch_mixed(call: MixedCall) -> None:
         return
     device_index = call.query.device.index
     pools = call.pools
-    is_converted = select.is_converted(call)
+    # nothing is launched without CTAs, and the kernel behind reads queries early
+    is_converted = select.is_converted(call) and call.cache_rows > 0
     if is_converted:
         pools = call.converted_pools()
-        # nothing is launched without CTAs
-        if call.cache_rows:
-            is_other = int(call.compressed_kv_cache is not None)
-            launch_key(select.of_convert_mixed(call), device_index, *call.pools, *pools, is_other)
+        is_other = int(call.compressed_kv_cache is not None)
+        launch_key(select.of_convert_mixed(call), device_index, *call.pools, *pools, is_other)
     launch_key(
         select.of_mixed(call, is_converted),
         device_index,

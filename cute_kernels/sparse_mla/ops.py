@@ -52,6 +52,9 @@ __all__ = [
 # ---- decode
 
 
+LONG_ROWS = ("auto", "whole", "halves")
+
+
 def _check_decode(call: DecodeCall) -> None:
     c = Checker("sparse_mla_decode")
     arguments.check_query(c, "q", call.q, (torch.bfloat16,), ("b", "s_q"))
@@ -78,6 +81,10 @@ def _check_decode(call: DecodeCall) -> None:
             c.tensor("extra_length", call.extra_length, torch.int32, ("b", "s_q"))
     arguments.check_splits(c, call.num_splits, call.split_tokens)
     c.require(0 <= call.constant_lists <= 2, "constant_lists", "0, 1 or 2", call.constant_lists)
+    c.require(call.long_rows in LONG_ROWS, "long_rows", f"one of {', '.join(LONG_ROWS)}", repr(call.long_rows))
+    if call.long_rows == "halves":
+        c.require(call.num_splits == 0, "num_splits", "0 with long_rows 'halves'", call.num_splits)
+        c.require(call.split_tokens == 0, "split_tokens", "0 with long_rows 'halves'", call.split_tokens)
     if not arguments.check_quantized(c, call.q, call.out, call.positions, call.cos_sin_cache, call.out_scale):
         c.tensor("out", call.out, (torch.bfloat16, torch.float32), ("b", "s_q", "h", formats.HEAD_DIM))
         arguments.check_partial(c, call.out, call.attn_sink)
@@ -105,8 +112,8 @@ _decode = define_op(
     "sparse_mla_decode(Tensor q, Tensor k_cache, Tensor indices, Tensor? topk_length, Tensor? attn_sink, "
     "float softmax_scale, str kv_format, Tensor? extra_k_cache, Tensor? extra_indices, Tensor? extra_topk_length, "
     "Tensor? extra_block_table, Tensor? extra_length, str extra_kv_format, SymInt num_splits, SymInt split_tokens, "
-    "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, int constant_lists, Tensor? q_squares, float q_norm_eps, "
-    "Tensor? positions, Tensor? cos_sin_cache, Tensor(d!)? out_scale) -> ()",
+    "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, int constant_lists, str long_rows, Tensor? q_squares, "
+    "float q_norm_eps, Tensor? positions, Tensor? cos_sin_cache, Tensor(d!)? out_scale) -> ()",
     DecodeCall,
     check=_check_decode,
     reference=reference.sparse_mla_decode,
@@ -153,8 +160,11 @@ def _multiprocessors(device: torch.device | str | None) -> int:
     return multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def _allocate_workspace(q: torch.Tensor, tiles: int, num_splits: int, split_tokens: int) -> torch.Tensor | None:
-    """Workspace for a call, or None if its rows are not split, or ask for splits that `_check_decode` refuses."""
+def _allocate_workspace(
+    q: torch.Tensor, tiles: int, num_splits: int, split_tokens: int, may_halve: bool
+) -> torch.Tensor | None:
+    """Workspace for a call, or None if its rows are not split, or ask for splits that `_check_decode` refuses.
+    may_halve: whether long ones may be cut in halves"""
     b, s_q, h = q.shape[:3]
     if split_tokens < 0:
         return None
@@ -163,6 +173,8 @@ def _allocate_workspace(q: torch.Tensor, tiles: int, num_splits: int, split_toke
     else:
         sms = _multiprocessors(q.device)
         size = schedule.split_bytes(b * s_q, h, tiles, sms) if sms else 0
+        if may_halve and sms:
+            size = max(size, schedule.kept_bytes(b * s_q, h, tiles, sms))
     return torch.empty(size // 4, dtype=torch.float32, device=q.device) if size else None
 
 
@@ -189,6 +201,7 @@ def sparse_mla_decode(
     return_lse: bool = True,
     workspace: torch.Tensor | None = None,
     constant_lists: int = 0,
+    long_rows: str = "auto",
     q_norm: tuple[torch.Tensor, float] | None = None,
     output_quant: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, Any]:
@@ -232,6 +245,11 @@ def sparse_mla_decode(
                        says that nothing writes those which may still run then. That holds for lists of a step's
                        metadata, if what writes them lets no other kernel begin before it has ended; not for the picks
                        of a top-k just ahead
+    long_rows          "auto": where rows of two lists are not split and are fewer than a kernel takes at a time, those
+                       of 768 columns and more are cut in halves, so that multiprocessors without a row can do half of
+                       the longest ones; "halves": the same, and an error where no kernel does; "whole": they are not,
+                       3% faster if all rows are as long (docs/ops.md has the price). In either way what is summed where
+                       follows from a row's own length and from the shapes of the call
     q_norm             (squares fp32 [T, h * 4], eps) with T = b * s_q: the queries are as `fp8_linear_squares` made
                        them, squares the sums that came with them. Their last 64 columns are first rotated by positions
                        and cos_sin_cache of output_quant and rounded to bf16; their norm, one factor for a head, comes
@@ -266,7 +284,8 @@ def sparse_mla_decode(
     if workspace is None:
         Checker("sparse_mla_decode").ints(num_splits=num_splits, split_tokens=split_tokens)
         tiles = arguments.list_tiles(indices, extra_k_cache, extra_indices, extra_block_table)
-        workspace = _allocate_workspace(q, tiles, num_splits, split_tokens)
+        may_halve = long_rows != "whole" and extra_k_cache is not None
+        workspace = _allocate_workspace(q, tiles, num_splits, split_tokens, may_halve)
     _decode(
         DecodeCall(
             q,
@@ -288,6 +307,7 @@ def sparse_mla_decode(
             lse,
             workspace,
             constant_lists,
+            long_rows,
             *arguments.norm_arguments(q_norm, "sparse_mla_decode"),
             *arguments.quant_tensors(output_quant, "sparse_mla_decode"),
         )

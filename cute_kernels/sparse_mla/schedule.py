@@ -57,6 +57,24 @@ def is_dealt(work_tiles: int, clusters: int, max_tiles: int, splits: int, split_
     return work_tiles <= MOST_PLANNED and 1 < rounds <= MOST_DEALT and rounds * tiles >= LEAST_TILES
 
 
+# ---- long rows in halves, see hopper/decode_halves.py
+
+LEAST_HALVED = 12
+"""Tiles of a row that is cut in halves, or more."""
+
+MOST_RANKED = 64
+"""Work tiles of a call whose rows are cut in halves, at most: a warp ranks them, two a lane."""
+
+KEPT_BYTES = GROUP_HEADS[-1] * HEAD_DIM * 2 + GROUP_HEADS[-1] * 8 + 128
+"""Workspace of a work tile whose row is cut in halves: of the first half bf16 O, as threads hold it, a maximum and a
+sum of each head, and a mark of each CTA."""
+
+
+def may_halve(work_tiles: int, clusters: int, max_tiles: int) -> bool:
+    """Whether long rows can be cut in halves, by shapes alone: there are clusters without a row."""
+    return 0 < work_tiles <= min(clusters - 1, MOST_RANKED) and max_tiles >= LEAST_HALVED
+
+
 def heads_of_group(heads: int) -> int:
     """Heads of a head group for so many heads in all."""
     return next((count for count in GROUP_HEADS if heads <= count), GROUP_HEADS[-1])
@@ -119,6 +137,12 @@ def choose_splits(
 
     limit = min(most, split_limit(rows, head_groups, max_tiles, at_once))
     return min(range(1, max(limit, 1) + 1), key=cost)
+
+
+def kept_bytes(rows: int, heads: int, max_tiles: int, sms: int) -> int:
+    """Bytes of workspace for the long rows of a call of this shape that are cut in halves."""
+    work_tiles = rows * head_groups(heads)
+    return work_tiles * KEPT_BYTES if may_halve(work_tiles, sms // 2, max_tiles) else 0
 
 
 def fixed_splits(max_tiles: int, num_splits: int, split_tokens: int) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 """Which kernel runs a call of a sparse attention op: the one place that chooses.
 
     op       kernel                           arch              heads          caches        rows, and what else
-    decode   hopper/decode                    sm_90a            17 and more    fp8_ds_mla
+    decode   hopper/decode                    sm_90a            17 and more    fp8_ds_mla    long ones also in halves
                                                                 1 to 16                      few rows, below
              hopper/decode_swap_ab            sm_90a            1 to 16        fp8_ds_mla,   in one split, below;
                                                                                V4.1's        interleaved
@@ -33,7 +33,8 @@ V4.1's: mxfp8_v41 beside itself, fp8_ds_mla or nvfp4_v41, and fp8_ds_mla beside 
 or, in decode, split; other kernels of decode take none. Gathered, mapped: what Blackwell's copies can address
 (`ungathered`, `unmapped`); trusted: runtime.trust; countable: `PagedCall.is_countable`. Results as codes and raw
 queries (q_norm, not for 16 heads or fewer) are variants of hopper/'s kernels and of mma_sync/decode_small_heads on
-sm_90a, with fp8_ds_mla caches, or in decode V4.1's, where there are formats. Paged calls whose rows are gathered first
+sm_90a, with fp8_ds_mla caches, or in decode V4.1's, where there are formats; so are long rows in halves
+(`is_halved`) of hopper/decode. Paged calls whose rows are gathered first
 (`is_gathered`) are gather_paged's, and then prefill's; mixed ones whose rows are converted first (`is_converted`) are
 convert_mixed's, and then prefill_mixed's.
 
@@ -47,6 +48,7 @@ decode_swap_ab does not take for its strides is Hopper's decode's up to `has_few
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -207,6 +209,15 @@ def why_not_formats_of_decode(call: DecodeCall) -> str:
     return ""
 
 
+def why_not_halves(call: DecodeCall) -> str:
+    """Why no kernel cuts long rows of such a call in halves, which it asks for, or nothing."""
+    arch = arch_of(call.q.device.index)
+    if call.long_rows != "halves" or (arch == HOPPER and set(call.formats) == {FP8_DS_MLA.id}):
+        return ""
+    caches = " and ".join(dict.fromkeys(call.formats))
+    return f"long_rows 'halves' is supported on {HOPPER} with caches of {FP8_DS_MLA.id}, got {arch} with {caches}"
+
+
 OWN_DECODE: dict[str, type[BlackwellDecodeKey]] = {
     key.kernel_name: key for key in (BlackwellPairDecodeKey, BlackwellPairClusterDecodeKey, BlackwellDecodeKey)
 }
@@ -221,12 +232,16 @@ def own_decode_kernels(arch: str, heads: int) -> tuple[str, ...]:
 
 
 @cache
-def decode_variant(key: DecodeKernelKey, quantized: bool, raw: bool, dealt: bool = False) -> DecodeKernelKey:
-    """The kernel that stores codes in place of bf16 results (quantized), norms and rotates its queries (raw), or deals
-    its work tiles (dealt, if it is one that can)."""
+def decode_variant(
+    key: DecodeKernelKey, quantized: bool, raw: bool, dealt: bool = False, halves: bool = False
+) -> DecodeKernelKey:
+    """The kernel that stores codes in place of bf16 results (quantized), norms and rotates its queries (raw), deals its
+    work tiles (dealt, if it is one that can), or cuts long rows in halves (halves)."""
     changes: dict[str, Any] = {name: True for name, value in (("quantized", quantized), ("raw", raw)) if value}
     if dealt and isinstance(key, DecodeKey) and key.second != "none":  # rows of one list, a window, are short
         changes["dealt"] = True
+    if halves:
+        changes["halves"] = True
     return replace(key, **changes) if changes else key
 
 
@@ -243,6 +258,12 @@ def of_decode(call: DecodeCall, out_fp32: bool = False) -> DecodeKernelKey:
     is_few_rows = has_few_rows(call, multiprocessors(index))
     own = next((own for own in owns if trust.is_trusted("sparse_mla_decode", own, index)), "")
     return decode_key(arch, heads, call.extra, out_fp32, *call.formats, is_few_rows, own)
+
+
+def is_halved(call: DecodeCall, key: DecodeKernelKey, at_once: int, splits: int) -> bool:
+    """Whether long rows are cut in halves by the kernel of a call, if it takes so many work tiles at a time."""
+    is_able = isinstance(key, DecodeKey) and key.heads > LEAST_HOPPER_HEADS
+    return is_able and call.is_halved(at_once, splits)
 
 
 def has_few_rows(call: DecodeCall, sms: int) -> bool:
@@ -304,12 +325,27 @@ def decode_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
             keys[decode_variant(decode_key(arch, heads, extra, fp32, fmt, fmt, few), *variant)] = None
         if latent_ratios(config):
             keys |= dict.fromkeys(v41_decode_keys(arch, heads))
+        halved = halved_decode_keys(keys)
         keys |= dict.fromkeys(decode_variant(key, False, False, dealt=True) for key in tuple(keys))
+        keys |= dict.fromkeys(halved)
         keys |= dict.fromkeys(key for extra in extras for key in swap_ab_keys(arch, heads, extra, fmt, fmt))
         if heads_of_group(heads) == SWAP_AB_HEADS[-1]:
             # whole rows are decode_swap_ab's
             keys = {key: None for key in keys if not isinstance(key, SmallHeadsDecodeKey) or key.out_fp32}
     return [*keys, *combine.deployment_keys(config, tp, arch)]
+
+
+def halved_decode_keys(keys: Iterable[KernelKey]) -> list[DecodeKey]:
+    """Of those for whole rows, the ones for rows that may be cut in halves."""
+    return [
+        replace(key, halves=True)
+        for key in keys
+        if isinstance(key, DecodeKey)
+        and key.heads > LEAST_HOPPER_HEADS
+        and key.second != "none"
+        and not key.out_fp32
+        and key.format0 == key.format1 == FP8_DS_MLA.id
+    ]
 
 
 def v41_decode_keys(arch: str, heads: int) -> list[DecodeKernelKey]:

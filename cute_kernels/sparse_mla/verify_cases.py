@@ -203,6 +203,7 @@ class _Case:
     num_splits: int = 0
     split_tokens: int = 0
     partial: bool = False
+    long_rows: str = "auto"
 
     def _lengths(self, columns: int, g: torch.Generator) -> torch.Tensor | None:
         if isinstance(self.lengths, tuple):
@@ -247,7 +248,7 @@ class _Case:
             _poisoned((b, s_q, h, formats.HEAD_DIM), torch.float32 if self.partial else torch.bfloat16),
             torch.full((b, h, s_q), -777.0),
             workspace if size else None,
-            *(0, None, 0.0),
+            *(0, self.long_rows, None, 0.0),
             *NOT_QUANTIZED,
         )
         return Example(name, arguments, _agree_decode)
@@ -333,10 +334,19 @@ _ROWS = {
 }
 """Rows that choose the kernel of up to 16 heads."""
 
+_HALVES = {
+    f"48 rows of {heads} heads, {lists}, in halves": _Case(
+        heads, b=48, extra=700, lengths=(128, 70, 0), long_rows="halves", **_LISTS[lists]
+    )
+    for heads in (32, 64)
+    for lists in ("window and picks", "window and pages")
+}
+"""Fewer rows than Hopper's decode takes at a time, in one split, of up to 13 tiles."""
+
 
 def decode() -> Iterator[Example]:
     """sparse_mla_decode, arguments in the schema's order"""
-    yield from _decode(_DECODE | _FORMS | _ROWS)
+    yield from _decode(_DECODE | _FORMS | _ROWS | _HALVES)
 
 
 def _decode(cases: dict[str, _Case]) -> Iterator[Example]:
@@ -347,7 +357,7 @@ def _decode(cases: dict[str, _Case]) -> Iterator[Example]:
             as_codes = quantized(example, 15)
             yield as_codes
             if case.heads > 16:
-                yield _of_raw_queries(as_codes, 19)
+                yield _of_raw_queries(as_codes, 20)
 
 
 def merge() -> Iterator[Example]:

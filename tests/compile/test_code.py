@@ -564,7 +564,8 @@ def portable_scores() -> Iterator[Row]:
 
 
 def hoppers_gemms() -> Iterator[Row]:
-    """Of e4m3 operands four chunks, and one alone where four do not divide their number; of bf16 ones one in a loop."""
+    """Of e4m3 operands four chunks, in some eight first, and one alone where four do not divide their number; of bf16
+    ones one in a loop."""
     few = select_gemm.many_rows_keys("bf16", may_split=True)
     keys = [*few, *(tile.key for tile in select_gemm.SQUARES_TILES)]
     keys += [key for output in ("fp32", "bf16") for key in select_gemm.many_bf16_rows_keys(output)]
@@ -572,7 +573,7 @@ def hoppers_gemms() -> Iterator[Row]:
         if key.columns == 128 and select_gemm.has_result(key, output):
             keys.append(select_gemm.with_output(key, output))
     for key in keys:
-        chunks = SCALED_CHUNKS + 1 if key.operands == "e4m3" else 1
+        chunks = sum(range(key.unrolled, 0, -SCALED_CHUNKS)) + 1 if key.operands == "e4m3" else 1
         ptx = {r"\bwgmma\.mma_async\.": 4 * chunks}
         has = {r"\bsetmaxnreg\.": key.warpgroups > 1, r"st\.async": key.splits > 1}
         present = tuple(name for name, is_there in has.items() if is_there)

@@ -57,8 +57,23 @@ def test_the_assembler_waits_for_no_product_on_its_own(key: GemmKey) -> None:
         # in the loop, with chunks under way where it goes round, and behind it
         assert order == multiply + wait * 2
         return
-    together = multiply * key.depth + (wait + multiply) * (SCALED_CHUNKS - key.depth) + wait * key.depth
-    assert order == (together if key.depth > 1 else alone * SCALED_CHUNKS) + alone
+    several: list[str] = []
+    for size in range(key.unrolled, 0, -SCALED_CHUNKS):
+        together = multiply * key.depth + (wait + multiply) * (size - key.depth) + wait * key.depth
+        several += together if key.depth > 1 else alone * size
+    assert order == several + alone
+
+
+MOVED = {(64, 64, 4): 40}
+"""Rows, columns and depth of kernels some of whose places in shared memory are in registers of each thread."""
+
+
+def test_places_of_operands_are_in_registers_of_the_warp(key: GemmKey) -> None:
+    """Moved there between products, they keep the tensor cores waiting."""
+    report = compile_report(key)
+    if report.in_sass is None:
+        pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
+    assert len(report.in_sass.findall("R2UR")) <= MOVED.get((key.rows, key.columns, key.depth), 4)
 
 
 def registers_of_roles(sass: str) -> list[int]:

@@ -25,6 +25,18 @@ def test_all_heads_are_on_their_way_before_one_is_used(arch: str, scales: str) -
     assert max(loads) < sass.first_place(r"\bSHFL|\bSTG|\bFMUL|\bFSETP")
 
 
+@pytest.mark.parametrize("scales", ["none", "fp32", "packed"])
+@pytest.mark.parametrize("tokens", [1, EARLY_TOKENS + 1])
+def test_few_rows_do_not_wait_for_the_position(scales: str, tokens: int) -> None:
+    """They are under way when it is loaded, so that nothing can wait for it ahead of them."""
+    report = compile_report(key_for("sm_90a", scales, FEW_ROWS, tokens))
+    if report.in_sass is None:
+        pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
+    loads = report.in_sass.places(r"\bLDG\.E\.128")
+    (position,) = report.in_sass.places(r"\bLDG\.E\.64")
+    assert [load < position for load in loads] == [True, True, False, False]  # a row's two, then the table's
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_late_kernels_load_before_the_next_one_may_start(arch: str) -> None:
     """And others after it: none loads before its own wait."""

@@ -213,12 +213,14 @@ def test_many_picks_have_longer_lists(gpu: Launches) -> None:
         assert key.shape == shape
 
 
-def test_many_rows_are_held_for_many_picks_alone(gpu: Launches) -> None:
+@pytest.mark.parametrize("more", [0, -1, 100_000])
+def test_many_rows_are_held_for_many_picks_alone(gpu: Launches, more: int) -> None:
+    rows = topk_select.LISTED_ROWS + more
     for columns, _, most_by_lists in topk_select.HELD:
         for k in (max(most_by_lists, 1), most_by_lists + 1):
-            prefill(torch.empty(topk_select.MANY_ROWS, columns), topk_select.MANY_ROWS, k)
+            prefill(torch.empty(1, columns).expand(rows, columns), rows, k)
             key, _ = gpu.last()
-            assert isinstance(key, HeldTopKKey) == (k > most_by_lists), (columns, k)
+            assert isinstance(key, HeldTopKKey) == (more < 0 or k > most_by_lists), (columns, k)
 
 
 def test_calls_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from cute_kernels.dsl.ptx import LOG2_E
 from cute_kernels.output.ops import fused_inv_rope_fp8_quant, output_scale_shape
+from cute_kernels.sparse_mla import schedule
 from tests.gpu import decode_cases
 from tests.model.launch import divisor, pack, run_grid
 from tests.model.memory import GlobalMemory
@@ -106,6 +107,8 @@ class Decode:
     """Codes, where that is what results become."""
     norm: Any = None
     """Sums of squares fp32 [rows, heads * 4] and eps, where queries are raw; with codes."""
+    halves: bool = False
+    """Whether long rows are cut in halves: then there may be more pairs than work items."""
 
     def place(self, program: Program) -> tuple[GlobalMemory, bytes, int]:
         """(memory, parameters, work items) for Hopper's kernel: see DecodeKernel.__call__."""
@@ -144,6 +147,11 @@ class Decode:
         for number in (head_blocks, self.parts, tokens):
             values += divisor(number)
         values += [self.part_tiles, self.items]
+        if self.halves:
+            size = self.items * schedule.KEPT_BYTES
+            self.kept = memory.reserve(size, align=128)
+            memory.bytes[self.kept - memory.BASE :][:size] = 0xFF
+            values += [0, self.kept]
         self.memory = memory
         return memory, pack(program, [*values, *[0] * (len(program.parameters) - len(values))]), self.items
 
@@ -164,7 +172,7 @@ class Decode:
 
     def run(self, program: Program, size: int, pairs: int = 2, **options: Any) -> Any:
         memory, parameters, items = self.place(program)
-        blocks = 2 * min(pairs, items)
+        blocks = 2 * (pairs if self.halves else min(pairs, items))
         return run_grid(program, parameters, memory, blocks=blocks, cluster=2, size=size, **options)
 
     def check(self) -> None:
@@ -172,5 +180,7 @@ class Decode:
         out, lse = self.results()
         with on_host():
             decode_cases.assert_near((out[0], lse[0]), self.call.expected())
+        if self.halves:
+            self.memory.writable[self.kept - self.memory.BASE :][: self.items * schedule.KEPT_BYTES] = False
         written = self.memory.written[self.memory.writable]
         assert (written == 1).all(), f"{int((written != 1).sum())} bytes of results were not written once"

@@ -217,6 +217,11 @@ CASES: dict[str, tuple[Key, Call, int]] = {
     "four splits": (gemm("e4m3", "fp32", 64, 64, 4), Call(3, 2, 72, 9, seed=2), 4),
     "two warpgroups": (gemm("e4m3", "bf16", 128, 64, 2), Call(130, 1, 64, 4, seed=3), 2),
     "boxes across each other": (gemm("e4m3", "bf16", 192, 64, 1), Call(90, 1, 64, 5, seed=19), 1),
+    "eight chunks of the mainloop's body, then four and one": (
+        gemm("e4m3", "bf16", 128, 32, 1, unrolled=8),
+        Call(130, 1, 40, 13, seed=24),
+        1,
+    ),
     "two blocks of columns": (gemm("e4m3", "bf16", 64, 96, 1), Call(70, 1, 400, 5, seed=20), 2),
     "two blocks of columns, splits": (gemm("e4m3", "fp32", 128, 96, 2), Call(40, 1, 272, 9, seed=21), 3),
     "bf16, four splits": (gemm("bf16", "fp32", 128, 128, 4), Call(100, 1, 144, 13, seed=4), 2),

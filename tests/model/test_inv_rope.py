@@ -59,8 +59,10 @@ def test_every_byte(
     values += [*divisor(per_group), *divisor(head_ctas)]
     token_ctas = -(-tokens // TOKENS) if not one_token else shape[2] if is_quantized else tokens
     records, make = orders.recorder(program)
-    blocks = token_ctas * head_ctas
-    run_grid(program, pack(program, values), memory, blocks=blocks, size=key.smem_bytes, seed=1, events=make)
+    # tokens are the second dimension of the grid where CTAs take one: those of the same heads run together here
+    rows = token_ctas if one_token else 1
+    grid = {"blocks": token_ctas * head_ctas, "cluster": rows, "rows": rows}
+    run_grid(program, pack(program, values), memory, **grid, size=key.smem_bytes, seed=1, events=make)
     for record in records:
         orders.check(record)
 

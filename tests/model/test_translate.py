@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from cute_kernels.indices.translate import TranslateKey
+from cute_kernels.indices.translate import FEW_PICKS, TranslateKey, shape_of_call
 from tests.compile.reports import compile_report
 from tests.model import orders
 from tests.model.launch import divisor, pack, run_grid
@@ -99,3 +99,21 @@ def test_one_hole(key: TranslateKey) -> None:
     table = np.arange(20, 40, dtype=np.int32)[None]
     requests, valid = np.zeros(len(holes), np.int32), np.ones(len(holes), bool)
     check(key, picks, requests, table, page_rows, valid)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "width", "shape"),
+    [
+        (2047, 512, 4, (4, 1, False)),
+        (2048, 512, 4, (2, 2, False)),
+        (1023, 1024, 4, (8, 1, False)),
+        (1024, 1024, 4, (4, 2, False)),
+        (511, 4096, 4, (8, 1, False)),
+        (1024, 512, 1, (4, 2, False)),
+        (4096, 64, 4, (1, 1, False)),
+        (4096, 512, 4, (2, 2, True)),
+    ],
+)
+def test_a_warp_has_one_group_of_few_picks(rows: int, columns: int, width: int, shape: tuple[int, int, bool]) -> None:
+    assert shape_of_call(rows, columns, width) == shape
+    assert (rows * columns < FEW_PICKS or rows < 512) == (shape[1] == 1) or width == 1

@@ -17,8 +17,8 @@ from tests.helpers import check_op
 from tests.sparse_mla import model
 from tests.sparse_mla.model import BF16, FP8, INT_MAX, INT_MIN, SCALE, Pool
 
-NOT_QUANTIZED = (0, None, 0.0, None, None, None)
-"""constant_lists, q_squares, q_norm_eps, positions, cos_sin_cache and out_scale of a call without output_quant."""
+NOT_QUANTIZED = (0, "auto", None, 0.0, None, None, None)
+"""constant_lists and what comes behind it in a call without output_quant."""
 
 
 def expect(q, rows_of, scale=SCALE, sink=None):
@@ -519,6 +519,26 @@ def test_bad_arguments(changes, argument, error):
 @pytest.mark.parametrize(("value", "error"), [(3, ValueError), (-1, ValueError), (0.5, TypeError)])
 def test_constant_lists_are_a_number_of_lists(value, error):
     refused(arguments() | {"constant_lists": value}, "constant_lists", error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument", "error"),
+    [
+        ({"long_rows": "long"}, "long_rows", ValueError),
+        ({"long_rows": None}, "long_rows", TypeError),
+        ({"long_rows": "halves", "num_splits": 1}, "num_splits", ValueError),
+        ({"long_rows": "halves", "split_tokens": 64}, "split_tokens", ValueError),
+    ],
+)
+def test_what_long_rows_takes(changes, argument, error):
+    refused(arguments() | changes, argument, error)
+
+
+@pytest.mark.parametrize("long_rows", ["auto", "whole", "halves"])
+def test_long_rows_mean_the_same(long_rows):
+    given = {k: v for k, v in arguments().items() if k not in ("out", "lse", "workspace")}
+    want, got = sparse_mla_decode(**given), sparse_mla_decode(**given, long_rows=long_rows)
+    assert all(torch.equal(*both) for both in zip(got, want, strict=True))
 
 
 def refused(args, argument, error):

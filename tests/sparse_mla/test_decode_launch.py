@@ -48,12 +48,13 @@ class Launches:
 
     def keep(self, key: Any, device_index: Any, *args: Any) -> None:
         names = (*NAMES, "constant_lists") if key.takes_constant_lists else NAMES
+        names += ("halves",) * getattr(key, "halves", False)
         self.decodes.append((key, dict(zip(names, args, strict=True))))
 
-    def run(self, **changes: Any) -> dict[str, Any]:
+    def run(self, long_rows: str = "auto", **changes: Any) -> dict[str, Any]:
         args = arguments(**{"extra_k_cache": arguments(kv_format=FP8)["k_cache"], "extra_kv_format": FP8, **changes})
         OPS["sparse_mla_decode"].check(*args.values())
-        call = DecodeCall(*args.values())
+        call = DecodeCall(*args.values(), long_rows=long_rows)
         assert launch.why_not_decode(call) == ""
         launch.launch_decode(call)
         return args

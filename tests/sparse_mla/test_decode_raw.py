@@ -68,7 +68,7 @@ def test_opcheck() -> None:
     _, given = make()
     codes, scales = results(6, HEADS)
     arguments = (given["q"], given["k_cache"], given["indices"], None, None, SCALE, FP8, *[None] * 5, FP8, 0, 0)
-    check_op("sparse_mla_decode", *arguments, codes, None, None, 0, *given["q_norm"], POSITIONS, TABLE, scales)
+    check_op("sparse_mla_decode", *arguments, codes, None, None, 0, "auto", *given["q_norm"], POSITIONS, TABLE, scales)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,8 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch, splits: int) 
     codes, scales = results(6, heads)
     call = DecodeCall(
         *(q, given["k_cache"], given["indices"].repeat(1, 1, 20), None, None, SCALE, FP8, *[None] * 5, FP8, splits, 0),
-        *(codes, torch.zeros(B, heads, S_Q), torch.zeros(10**6), 0, squares, EPS, POSITIONS, TABLE, scales),
+        *(codes, torch.zeros(B, heads, S_Q), torch.zeros(10**6), 0, "auto", squares, EPS),
+        *(POSITIONS, TABLE, scales),
     )
     assert launch.why_not_decode(call) == ""
     launch.launch_decode(call)

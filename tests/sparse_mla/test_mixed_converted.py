@@ -116,7 +116,7 @@ def test_a_window_alone(launched: Launches) -> None:
 
 def test_caches_without_rows_are_not_converted(launched: Launches) -> None:
     run(swa_kv_cache=torch.zeros(0, 64, 512).to(FP8), compressed_kv_cache=torch.zeros(0, 2, 512).to(FP8))
-    assert keys(launched) == [MixedFp8ConvertedKey("sm_90a")]
+    assert keys(launched) == [MixedFp8Key("sm_90a")]
 
 
 def test_who_converts_where_the_op_may_choose(launched: Launches, monkeypatch: pytest.MonkeyPatch) -> None:

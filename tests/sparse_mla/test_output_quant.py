@@ -126,7 +126,7 @@ def test_opcheck() -> None:
     q, cache, indices = decode_arguments()
     codes, scales = outputs(6, 2, 2)
     rest = [None] * 5
-    arguments = (q, cache, indices, None, None, 0.04, FP8, *rest, FP8, 0, 0, codes, None, None, 0, None, 0.0)
+    arguments = (q, cache, indices, None, None, 0.04, FP8, *rest, FP8, 0, 0, codes, None, None, 0, "auto", None, 0.0)
     check_op("sparse_mla_decode", *arguments, torch.zeros(6, dtype=torch.int64), TABLE, scales)
 
 

@@ -260,3 +260,17 @@ def store_global_f32(address: Any, value: Any, predicate: Any = None, policy: An
         read_only_args=[Int64(address), Float32(value), *([] if policy is None else [Int64(policy)])],
         predicate=predicate,
     )
+
+
+def store_global_s64_release(address: Any, word: Any) -> None:
+    """sm_70 and up. An int64 for another block: who finds it there finds what this thread knew to be stored before."""
+    inline_ptx("st.release.gpu.global.b64 [{$r0}], {$r1};", read_only_args=[Int64(address), Int64(word)])
+
+
+def wait_global_s64(address: Any, word: Any) -> None:
+    """sm_70 and up. Until an int64 is there, see store_global_s64_release."""
+    inline_ptx(
+        "{ .reg .pred there; .reg .b64 found; again: ld.acquire.gpu.global.b64 found, [{$r0}]; "
+        "setp.eq.b64 there, found, {$r1}; @!there bra again; }",
+        read_only_args=[Int64(address), Int64(word)],
+    )

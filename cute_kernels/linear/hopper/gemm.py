@@ -129,6 +129,7 @@ class GemmKey(KernelKey):
     depth        chunks whose products a warpgroup has under way together
     splits       of K: CTAs of a cluster, 1, 2 or 4; 2 for an e4m3 result, whose scales are those of whole rows. More
                  than one: not staged, and a cluster for each work tile
+    unrolled     chunks of the mainloop's body, of e4m3 operands: 4 or 8. Where it goes round, products are waited for
     staged       a bf16 result goes out through shared memory, while the next work tile is multiplied
     squares      the sums of the squares of a staged result are stored as well, for each row and 128 columns
     halves       for calls of fewer rows than the work tile's 64 and more than half as many: it consists of their first
@@ -136,7 +137,7 @@ class GemmKey(KernelKey):
     """
 
     kernel_name: ClassVar[str] = "linear.hopper.gemm"
-    tuning: ClassVar[tuple[str, ...]] = ("stages", "depth", "staged")
+    tuning: ClassVar[tuple[str, ...]] = ("stages", "depth", "unrolled", "staged")
     operands: str = "e4m3"
     output: str = "bf16"
     rows: int = 128
@@ -145,6 +146,7 @@ class GemmKey(KernelKey):
     stages: int = 4
     depth: int = 1
     splits: int = 1
+    unrolled: int = SCALED_CHUNKS
     staged: bool = False
     squares: bool = False
     halves: bool = False
@@ -286,8 +288,13 @@ class Scales(NamedTuple):
         for i in range_constexpr(self.rows):
             for block in range_constexpr(self.blocks):
                 self.factors[i * self.blocks + block] = self.loaded[i] * self.loaded[self.rows + block]
-        if first + SCALED_CHUNKS < work.chunks:
-            self.load(work, first + SCALED_CHUNKS)
+        following = first + SCALED_CHUNKS
+        if const_expr(self.blocks > 1):
+            # a branch around so many loads, and the assembler has no numbers in registers of the warp any more
+            self.load(work, following)
+        else:
+            if following < work.chunks:
+                self.load(work, following)
 
     @cute.jit
     def of_chunk(self, number: Any) -> list[Any]:
@@ -560,10 +567,14 @@ class GemmKernel:
         totals.fill(0.0)
         if work.chunks > 0:
             ring.wait_full(stage, phase)
-        whole = work.chunks // SCALED_CHUNKS * SCALED_CHUNKS
-        for first in cutlass.range(0, whole, SCALED_CHUNKS, unroll=1):
-            chunks = [(first + number, Int32(number)) for number in range(SCALED_CHUNKS)]
-            stage, phase = self.add_chunks(mma, ring, operands, scales, totals, products, (stage, phase), chunks, work)
+        whole = Int32(0)
+        for size in range_constexpr(self.key.unrolled, 0, -SCALED_CHUNKS):
+            begin, whole = whole, work.chunks // size * size
+            for first in cutlass.range(begin, whole, size, unroll=1):
+                chunks = [(first + number, Int32(number % SCALED_CHUNKS)) for number in range(size)]
+                stage, phase = self.add_chunks(
+                    mma, ring, operands, scales, totals, products, (stage, phase), chunks, work
+                )
         if whole < work.chunks:
             scales.advance(work, whole)
             for chunk in cutlass.range(whole, work.chunks, 1, unroll=1):
@@ -631,7 +642,7 @@ class GemmKernel:
                 ring.wait_full(stage, phase)
             sums = products[i % depth]
             wgmma.multiply(*mma, sums, consumer, a, b, stage)
-            if const_expr(i == 0 and len(chunks) == SCALED_CHUNKS):
+            if const_expr(i % SCALED_CHUNKS == 0 and len(chunks) >= SCALED_CHUNKS):
                 # the scales are waited for while there is a product under way
                 scales.advance(work, chunk)
             under_way.append((stage, sums, scales.of_chunk(number)))

@@ -65,6 +65,7 @@ from cute_kernels.formats import FP8_DS_MLA, label_of
 from cute_kernels.kv_cache.query_norm import inverse_rms
 from cute_kernels.sparse_mla.early import prefetch_first
 from cute_kernels.sparse_mla.hopper.decode_dequantize import E2M1_SHIFT, Dequantizer
+from cute_kernels.sparse_mla.hopper.decode_halves import JOIN, KEEP, RANKED, STOP, Halves, first_half
 from cute_kernels.sparse_mla.hopper.decode_smem import (
     CLUSTER,
     CURSOR,
@@ -106,6 +107,7 @@ from cute_kernels.sparse_mla.hopper.decode_smem import (
     Bars,
     RecordPart,
     Smem,
+    pv_thread,
     smem_bytes,
     smem_parts,
 )
@@ -159,6 +161,7 @@ class Producer:
     thread: Any
     cursor: Any
     constant_lists: Any = 0
+    halves: Any = None
 
     @cute.jit
     def run(self) -> None:
@@ -206,6 +209,51 @@ class Producer:
             number = number + 1
 
     @cute.jit
+    def run_row(self) -> None:
+        """Fill the FP8 ring, where a cluster has one work tile, or a half of one: see decode_halves.py. Of the cursor,
+        24 is the tile that a second half begins with, or 0."""
+        self.copy_lengths_async(self.scheduler.begin())
+        self.enter(self.scheduler.begin(), Int32(0))
+        if const_expr(self.config.second != "none"):
+            self.wait_for_index()
+        index = self.load_index()
+        cute.arch.griddepcontrol_wait()
+        number, ends = Int32(0), Int32(0)
+        while ends < PING_PONG:
+            tile, end, tiles0, work_tile = ptx.load_shared_128(self.cursor)
+            half = ptx.load_shared_s32(self.cursor + 24)
+            heads, _, low, high = ptx.load_shared_128(self.cursor + 48)
+            flags = Int32(FIRST) if tile == 0 or tile == half else Int32(0)
+            flags = flags | (Int32(LAST) if tile == end - 1 else Int32(0))
+            if half != 0:
+                flags = flags | (Int32(JOIN) if tile == end - 2 else Int32(0))
+                if tile == half - 1:
+                    ptx.wait_mbarrier((self.bars.q_done + RANKED).toint(), Int32(0))
+                    is_helped = ptx.load_shared_s32(self.smem.dealt) != 0
+                    flags = flags | (Int32(KEEP | STOP) if is_helped else Int32(KEEP))
+            if end == NEVER:
+                flags = Int32(END)
+                ends = ends + 1
+            cute.arch.sync_warp()
+            if flags & (LAST | STOP) != 0:
+                ptx.store_shared_64(self.cursor, tile + 1, Int32(NEVER))
+                ptx.store_shared_64(self.cursor + 16, Int32(0), Int32(0))
+                if flags & STOP != 0:
+                    ptx.store_shared_s32(self.cursor + 24, Int32(0))
+            else:
+                ptx.store_shared_s32(self.cursor, tile + 1)
+            cute.arch.sync_warp()
+            is_valid, source = self.resolve_row(index, tile, tiles0)
+            index = self.load_index()
+            header = flags | heads << HEADS_BIT, work_tile, low, high
+            self.copy_tile_async(is_valid, source, header, number, tile < tiles0)
+            number = number + 1
+        if self.thread == 0 and ptx.load_shared_s32(self.cursor + 24) != 0:
+            work_tile = ptx.load_shared_s32(self.cursor + 12)
+            self.halves.copy_async(work_tile, self.rank, self.scheduler, self.bars, self.smem, number - PING_PONG)
+        cute.arch.sync_warp()
+
+    @cute.jit
     def wait_for_index(self) -> None:
         """Wait for the kernel ahead, unless the next tile's list is a constant one."""
         tile, _, tiles0, _ = ptx.load_shared_128(self.cursor)
@@ -218,6 +266,7 @@ class Producer:
         scheduler, sources = self.scheduler, self.sources
         tile, end, tiles0, live0, live1, heads = (Int32(number) for number in (0, NEVER, 0, 0, 0, 0))
         row0, row1, queries = self.q.base, self.q.base, self.q.base
+        half = Int32(0)
         if scheduler.has(work_tile):
             batch, token, split_idx, head_group = scheduler.coords(work_tile)
             first = head_group * self.config.heads
@@ -242,10 +291,13 @@ class Producer:
                 # nothing to attend to is a tile of skipped keys
                 end = tile + 1
                 live0, live1 = Int32(0), Int32(0)
+            if const_expr(self.halves is not None):
+                half = first_half(tiles)
+                tile = half if self.halves.is_helper(scheduler) else tile
         cute.arch.sync_warp()
         ptx.store_shared_128(self.cursor, (tile, end, tiles0, work_tile))
         first = tile | (Int32(-(2**31)) if odd != 0 else Int32(0))
-        ptx.store_shared_128(self.cursor + 16, (live0, live1, Int32(0), first))
+        ptx.store_shared_128(self.cursor + 16, (live0, live1, half, first))
         ptx.store_shared_128(self.cursor + 32, (*ptx.halves(row0), *ptx.halves(row1)))
         ptx.store_shared_128(self.cursor + 48, (heads, Int32(0), *ptx.halves(queries)))
         cute.arch.sync_warp()
@@ -430,6 +482,7 @@ class QkSoftmax:
     mma: tuple[Any, Any]
     q_tile: Any
     k: Any
+    halves: Any = None
 
     @cute.jit
     def run(self) -> None:
@@ -450,17 +503,23 @@ class QkSoftmax:
         tile = self.warpgroup
         flags, work_tile, low, high = self.wait_header(tile)
         while flags & END == 0:
-            if flags & FIRST != 0 and tile > 0:
-                # the queries before have served: all warps are past their products
-                ptx.wait_mbarrier((bars.q_done + warp).toint(), Int32(0) if flags & ODD != 0 else Int32(1))
-                cute.arch.barrier(barrier_id=SOFTMAX_BARRIER + self.warpgroup, number_of_threads=128)
-                self.copy_q_async(ptx.pair(low, high), flags >> HEADS_BIT, work_tile, warp, lane)
+            if const_expr(self.halves is None):  # noqa: SIM102
+                if flags & FIRST != 0 and tile > 0:
+                    # the queries before have served: all warps are past their products
+                    ptx.wait_mbarrier((bars.q_done + warp).toint(), Int32(0) if flags & ODD != 0 else Int32(1))
+                    cute.arch.barrier(barrier_id=SOFTMAX_BARRIER + self.warpgroup, number_of_threads=128)
+                    self.copy_q_async(ptx.pair(low, high), flags >> HEADS_BIT, work_tile, warp, lane)
             square = None
             if const_expr(q.norm is not None):
                 square = self.load_square(work_tile, flags >> HEADS_BIT, warp, lane)
-            ptx.wait_mbarrier(bars.q.toint(), Int32(1) if flags & ODD != 0 else Int32(0))
+            is_q_done = None
+            if const_expr(self.halves is None):
+                ptx.wait_mbarrier(bars.q.toint(), Int32(1) if flags & ODD != 0 else Int32(0))
+            else:
+                ptx.wait_mbarrier(bars.q.toint(), Int32(0))
             self.multiply(s, q_parts, k_parts, tile & KV_STAGES - 1)
-            is_q_done = flags & LAST != 0 and scheduler.has(scheduler.after(work_tile))
+            if const_expr(self.halves is None):
+                is_q_done = flags & LAST != 0 and scheduler.has(scheduler.after(work_tile))
             self.send_s(s, scores, tile, is_q_done, warp)
             self.softmax(scores, tile, flags, work_tile, square)
             tile = tile + PING_PONG
@@ -556,12 +615,13 @@ class QkSoftmax:
     def send_s(self, s: Any, scores: Any, tile: Any, is_q_done: Any, warp: Any) -> None:
         """Once S of a tile is there keep that of this CTA's heads, and send the other CTA that of its own.
 
-        is_q_done   the work tile's queries have served, and there is a work tile behind it
+        is_q_done   the work tile's queries have served, and there is a work tile behind it; None: there is none
         """
         bars = self.bars
         warpgroup.wait_group(0)
-        if is_q_done and self.thread % 32 == 0:
-            cute.arch.mbarrier_arrive(bars.q_done + warp)
+        if const_expr(is_q_done is not None):  # noqa: SIM102
+            if is_q_done and self.thread % 32 == 0:
+                cute.arch.mbarrier_arrive(bars.q_done + warp)
         buffer = tile & PING_PONG - 1
         barrier = bars.s_partial + buffer
         # where it goes the other CTA's PV has found P
@@ -598,18 +658,28 @@ class QkSoftmax:
             if const_expr(self.config.has_e2m1):
                 is_e2m1 = flags & EXTRA != 0
                 scale = scale * Float32(2.0**E2M1_SHIFT) if is_e2m1 else scale
+            kept: Any = None
+            if const_expr(self.halves is not None):
+                head = warp * OWN_HEADS + lane // 4
+                kept = self.halves.load(flags, work_tile, rank, head, bars, self.scheduler)
             self.add_s(scores, tile, scale)
-            row_max, factor = self.update_row_max(scores, tile, flags, warp)
+            row_max, factor = self.update_row_max(scores, tile, flags, warp, kept)
             base = row_max
             if const_expr(self.config.has_e2m1):
                 base = row_max - Float32(E2M1_SHIFT) if is_e2m1 else row_max
             for i in range_constexpr(HELD):
                 scores[i] = ptx.exp2(scores[i] - base)
-            row_sum = self.update_row_sum(scores, tile, flags, factor, warp)
-            out_scale = Float32(0.0)
+            out_scale, more = Float32(0.0), None
+            if const_expr(kept is not None):
+                # where both halves meet it is what PV multiplies O of the first one with
+                out_scale = ptx.exp2(kept[0] - row_max)
+                more = kept[1] * out_scale
+            row_sum = self.update_row_sum(scores, tile, flags, factor, warp, more)
             if flags & LAST != 0:
                 row_sum = over_quad(row_sum, operator.add)
                 out_scale = out_scale_of(row_sum, row_max, logit, self.sink)
+            if const_expr(kept is not None):
+                self.halves.keep(flags, work_tile, rank, warp * OWN_HEADS + lane // 4, row_max, row_sum)
             counter = ptx.map_shared(full.toint(), rank ^ 1)
             own_at = smem.s_partial + (tile & PING_PONG - 1) * S_PARTIAL_BYTES + pv_thread() * 16
             other_at = ptx.map_shared(smem.p + stage * P_BYTES + pv_thread() * 16, rank ^ 1)
@@ -655,10 +725,13 @@ class QkSoftmax:
                 scores[i] = Float32(-Float32.inf) if bit != 0 else scores[i]
 
     @cute.jit
-    def update_row_max(self, scores: Any, tile: Any, flags: Any, warp: Any) -> tuple[Any, Any]:
-        """The running maximum of the thread's head, and what to multiply with what is relative to the last one."""
+    def update_row_max(self, scores: Any, tile: Any, flags: Any, warp: Any, kept: Any) -> tuple[Any, Any]:
+        """The running maximum of the thread's head, and what to multiply with what is relative to the last one. kept:
+        as of Halves.load"""
         lane = self.thread % 32
         largest = pairwise([scores[i] for i in range(HELD)], ptx.max_f32)
+        if const_expr(kept is not None):
+            largest = ptx.max_f32(largest, kept[0])
         max_at = self.smem.row_max + (warp * OWN_HEADS + lane // 4) * 4
         turn = self.bars.row_max + warp
         # until the tile before has had its turn
@@ -677,11 +750,13 @@ class QkSoftmax:
         return row_max, factor
 
     @cute.jit
-    def update_row_sum(self, p: Any, tile: Any, flags: Any, factor: Any, warp: Any) -> Any:
-        """The running sum of the thread's keys."""
+    def update_row_sum(self, p: Any, tile: Any, flags: Any, factor: Any, warp: Any, more: Any) -> Any:
+        """The running sum of the thread's keys. more: what else belongs to it, or None"""
         own = pairwise([p[i] for i in range(HELD)], operator.add)
         if const_expr(self.config.has_e2m1):
             own = own * Float32(2.0**-E2M1_SHIFT) if flags & EXTRA != 0 else own
+        if const_expr(more is not None):
+            own = own + more
         sum_at = self.smem.row_sum + self.thread * 4
         turn = self.bars.row_sum + warp
         ptx.wait_mbarrier(turn.toint(), (tile & 1) ^ 1)
@@ -740,6 +815,7 @@ class PvEpilogue:
     thread: Any
     pv: Any
     v: Any
+    halves: Any = None
 
     @cute.jit
     def run(self) -> None:
@@ -757,15 +833,21 @@ class PvEpilogue:
                 # there is time: the first tile's P is not there yet
                 batch, token, _, _ = scheduler.coords(work_tile)
                 angles = out.quant.angles(batch * scheduler.tokens.divisor + token, pv_thread() % 32)
-            o.fill(0.0)
-            flags = Int32(0)
-            while flags & LAST == 0:
+            if const_expr(self.halves is None):
+                o.fill(0.0)
+            flags, lasts = Int32(0), const_expr(LAST if self.halves is None else LAST | STOP)
+            while flags & lasts == 0:
                 (buffer, phase), stage = bars.p.place(tile), tile & KV_STAGES - 1
                 bars.p.wait_full(buffer, phase)
                 flags = ptx.load_shared_s32(smem.target + buffer * TARGET)
                 factors = self.load_factors(buffer * ROWS + pv_thread() // 32 * OWN_HEADS + pv_thread() % 32 // 4)
                 if cute.arch.vote_any_sync((factors[0] != Float32(1.0)) | (factors[1] != Float32(1.0))):
                     wgmma.scale_rows(o, factors)
+                if const_expr(self.halves is not None):  # noqa: SIM102
+                    if flags & JOIN != 0:
+                        place = buffer * ROWS + pv_thread() // 32 * OWN_HEADS + pv_thread() % 32 // 4
+                        stage_at = smem.kv + ((tile + 2) & KV_STAGES - 1) * KV_STAGE_BYTES
+                        self.halves.add_o(o, self.load_factors(place, 4), stage_at, work_tile, bars)
                 words = cute.recast_tensor(p, Int32)
                 own_at = smem.s_partial + (tile & PING_PONG - 1) * S_PARTIAL_BYTES + pv_thread() * 16
                 other_at = smem.p + buffer * P_BYTES + pv_thread() * 16
@@ -779,8 +861,12 @@ class PvEpilogue:
                 # of what the dequantizers stored in the ordinary way
                 cute.arch.fence_view_async_shared()
                 warpgroup.fence()
+                if const_expr(self.halves is not None):
+                    # of a row or a half of it: nothing is to be cleared then, and cleared registers would be moved
+                    pv.set(warpgroup.Field.ACCUMULATE, flags & FIRST == 0)
                 for step in range_constexpr(KEYS // 16):
                     cute.gemm(pv, o, p[None, None, step], v_parts[None, None, step, stage], o)
+                    pv.set(warpgroup.Field.ACCUMULATE, True)
                 warpgroup.commit_group()
                 if flags & LAST == 0:
                     # it is in registers
@@ -788,10 +874,14 @@ class PvEpilogue:
                 warpgroup.wait_group(0)
                 if flags & LAST != 0:
                     self.store(o, angles, buffer, stage)
-                    self.release_p(buffer)
+                    if const_expr(self.halves is None):
+                        self.release_p(buffer)
                 cute.arch.sync_warp()
                 if pv_thread() % 32 == 0:
                     cute.arch.mbarrier_arrive(bars.kv.empty(stage))
+                if const_expr(self.halves is not None):  # noqa: SIM102
+                    if flags & KEEP != 0:
+                        self.halves.keep_o(o, flags, work_tile)
                 tile = tile + 1
             work_tile = scheduler.after(work_tile)
 
@@ -848,11 +938,6 @@ class PvEpilogue:
                 ptx.store_global_128(target + Int64(row) * head_stride + lane * 16, eight)
 
 
-def pv_thread() -> Any:
-    """The thread's number in the PV warpgroup, computed anew."""
-    return ptx.thread_again() & 127
-
-
 # ---- kernel
 
 
@@ -881,10 +966,13 @@ class DecodeKernel:
             args.split_tiles,
             work_tiles,
             args.constant_lists,
+            args.halves,
             (*qk, pv),
             (wgmma.swizzled(BFloat16, ROWS, DIM), wgmma.swizzled(BFloat16, KEYS, DIM, KV_STAGES)),
         )
-        clusters = cutlass.min(args.ctas // CLUSTER, work_tiles)
+        # of rows that are cut in halves each has a cluster of its own, and others help
+        bound = cutlass.max if const_expr(self.config.halves) else cutlass.min
+        clusters = bound(args.ctas // CLUSTER, work_tiles)
         kernel.launch(
             grid=[clusters * CLUSTER, 1, 1],
             block=[THREADS, 1, 1],
@@ -906,6 +994,7 @@ class DecodeKernel:
         split_tiles: Int32,
         work_tiles: Int32,
         constant_lists: Int32,
+        kept_at: Int64 | None,
         mma: tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma],
         layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],
     ) -> None:
@@ -941,25 +1030,33 @@ class DecodeKernel:
             lists, caches = (sources.indices, sources.extra_indices), (sources.cache, sources.extra_cache)
             is_idle = (group == FIRST_PV_THREAD // 128) & (rank == 0)
             prefetch_first(scheduler, lists, caches, config.second, thread % 128, is_idle)
+        qk, pv = mma[:2], mma[2]
         for one in mma[1:]:
             wgmma.accumulate(one)
+        if const_expr(config.halves):
+            wgmma.overwrite(mma[0])
         if constant_lists == 0:
             cute.arch.griddepcontrol_wait()
         if const_expr(config.dealt):
             planner = Planner(config.heads, config.second, smem.fp8, dealt, rank, scheduler, sources, out, thread)
             if planner.has_room():
                 planner.run()
+        kept = None
+        if const_expr(config.halves):
+            kept = Halves(kept_at)
+            first = kept.assign(scheduler, sources, config.second, bars, smem.dealt)
+            scheduler = scheduler._replace(first=first)
         if group < FIRST_PRODUCER_THREAD // 128:
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         if group < FIRST_PV_THREAD // 128:
             cute.arch.setmaxregister_decrease(SOFTMAX_REGISTERS)
             QkSoftmax(
-                config, bars, smem, rank, scheduler, q, out, sink, scale_log2, thread % 128, group, mma[:2], q_tile, kv
+                config, bars, smem, rank, scheduler, q, out, sink, scale_log2, thread % 128, group, qk, q_tile, kv, kept
             ).run()
         elif group < FIRST_DEQUANT_THREAD // 128:
             cute.arch.setmaxregister_increase(PV_REGISTERS)
-            PvEpilogue(config, bars, smem, scheduler, out, thread % 128, mma[2], kv).run()
+            PvEpilogue(config, bars, smem, scheduler, out, thread % 128, pv, kv, kept).run()
         elif group < FIRST_PRODUCER_THREAD // 128:
             cute.arch.setmaxregister_decrease(DEQUANT_REGISTERS)
             number = cute.arch.make_warp_uniform(group - FIRST_DEQUANT_THREAD // 128)
@@ -967,7 +1064,13 @@ class DecodeKernel:
         else:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             cursor = smem.cursor + cute.arch.make_warp_uniform(thread % 128 // 32) * CURSOR
-            Producer(config, bars, smem, rank, scheduler, q, sources, thread % 128, cursor, constant_lists).run()
+            producer = Producer(
+                config, bars, smem, rank, scheduler, q, sources, thread % 128, cursor, constant_lists, kept
+            )
+            if const_expr(config.halves):
+                producer.run_row()
+            else:
+                producer.run()
         # nobody leaves while the other CTA may still reach for its barriers
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
@@ -986,6 +1089,7 @@ class DecodeKey(DecodeKernelKey):
     quantized   results are turned back and become e4m3 codes, see quant_output; not with out_fp32
     raw         queries are normed and rotated, see params.QueryNorm; with out_fp32 or quantized
     dealt       work tiles of unequal length are dealt by the planner; with a second list
+    halves      long rows are cut in halves, see decode_halves.py; not with out_fp32 or dealt, over fp8_ds_mla/1
     format0     record format of the first cache: fp8_ds_mla/1, or mxfp8_v41/1 or its split form
     format1     of the second one: also nvfp4_v41/1 or its split form
     """
@@ -1000,6 +1104,7 @@ class DecodeKey(DecodeKernelKey):
     quantized: bool = False
     raw: bool = False
     dealt: bool = False
+    halves: bool = False
     format0: str = FP8_DS_MLA.id
     format1: str = FP8_DS_MLA.id
 
@@ -1024,6 +1129,7 @@ class DecodeKey(DecodeKernelKey):
     @property
     def name(self) -> str:
         kind = "_raw" * self.raw + "_fp32" * self.out_fp32 + "_quant" * self.quantized + "_dealt" * self.dealt
+        kind += "_halves" * self.halves
         if {self.format0, self.format1} != {FP8_DS_MLA.id}:
             kind += "".join(f"_{label_of(kv_format)}" for kv_format in (self.format0, self.format1))
         return f"sparse_mla_decode_h{self.heads}_{self.second}{kind}"
@@ -1039,6 +1145,6 @@ class DecodeKey(DecodeKernelKey):
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         fakes = fake_decode(
-            self.out_fp32, self.format0, self.format1, self.quantized, self.raw, self.takes_constant_lists
+            self.out_fp32, self.format0, self.format1, self.quantized, self.raw, self.takes_constant_lists, self.halves
         )
         return entry_point(DecodeKernel(self).launch, fakes)

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.dsl import barriers
+from cute_kernels.dsl import barriers, ptx
 from cute_kernels.formats import FP8_DS_MLA, MXFP8_FORMATS, NVFP4_FORMATS, V41Format
 from cute_kernels.sparse_mla.schedule import MOST_DEALT, TILE
 
@@ -96,6 +96,11 @@ WORDS_BYTES = 128 * 16
 """Four words of each thread of a warpgroup."""
 
 BARRIERS = 2 * (FP8_STAGES + KV_STAGES + P_STAGES) + PING_PONG + 1 + 4 + 4 + 4
+
+
+def pv_thread() -> Any:
+    """The thread's number in the PV warpgroup, computed anew."""
+    return ptx.thread_again() & 127
 
 
 class Smem(NamedTuple):

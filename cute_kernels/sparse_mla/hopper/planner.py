@@ -42,6 +42,22 @@ LINES = 64
 """Of 128 bytes, of a work tile's list, that are asked for early."""
 
 
+def lists_of(sources: KVSources, extra: str) -> list[tuple[IndexList, Any]]:
+    """Lists of a call with an extra one, and how many columns they have room for."""
+    page_rows = sources.extra_cache.rows.divisor if extra == "dense" else 1
+    return [
+        (sources.indices, sources.indices.columns),
+        (sources.extra_indices, sources.extra_indices.columns * page_rows),
+    ]
+
+
+def tiles_of_row(lists: list[tuple[IndexList, Any]], batch: Any, token: Any) -> Any:
+    """Of such lists."""
+    words = [indices.load_length(batch, token) for indices, _ in lists]
+    counts = [indices.live_of(word, columns) for (indices, columns), word in zip(lists, words, strict=True)]
+    return sum(tiles_of(count) for count in counts)
+
+
 @dataclass(frozen=True)
 class Planner:
     """Deals the work tiles of a call to its clusters, where there are more of them than clusters: the longest first,
@@ -81,11 +97,7 @@ class Planner:
 
     @property
     def lists(self) -> list[tuple[IndexList, Any]]:
-        """Lists, and how many columns they have room for."""
-        sources = self.sources
-        page_rows = sources.extra_cache.rows.divisor if self.extra == "dense" else 1
-        extra = sources.extra_indices, sources.extra_indices.columns * page_rows
-        return [(sources.indices, sources.indices.columns), extra]
+        return lists_of(self.sources, self.extra)
 
     @property
     def heavier(self) -> Any:
@@ -218,9 +230,7 @@ class Planner:
 
     def tiles(self, batch: Any, token: Any) -> Any:
         """Of a row."""
-        words = [indices.load_length(batch, token) for indices, _ in self.lists]
-        counts = [indices.live_of(word, columns) for (indices, columns), word in zip(self.lists, words, strict=True)]
-        return sum(tiles_of(count) for count in counts)
+        return tiles_of_row(self.lists, batch, token)
 
     @cute.jit
     def mark_empty(self, batch: Any, token: Any, split_idx: Any, head_group: Any) -> None:

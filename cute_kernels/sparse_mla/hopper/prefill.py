@@ -50,6 +50,7 @@ from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair
 from cute_kernels.formats import HEAD_DIM, ROPE_DIM
 from cute_kernels.kv_cache.query_norm import inverse_rms
 from cute_kernels.runtime.compile import KernelKey
+from cute_kernels.sparse_mla.hopper.prefill_codes import load_codes
 from cute_kernels.sparse_mla.hopper.prefill_index_loader import (
     AHEAD,
     COPIED_ROWS,
@@ -119,19 +120,26 @@ SOFTMAX_REGISTERS, PV_REGISTERS, PRODUCER_REGISTERS = 160, 160, 32
 class PrefillConfig:
     """What a kernel is made for.
 
-    name      of the kernel
-    dtype     of what tensor cores multiply
-    stored    what the producer converts from another type (prefill_mixed), and stores in the ordinary way: "none",
-              "queries" or "all"
+    name         of the kernel
+    dtype        of what tensor cores multiply
+    codes        what comes as e4m3 codes, which become `dtype` (prefill_mixed): "none", "queries", which QK warps
+                 convert, or "all", where the producer converts rows, and stores them in the ordinary way
+    waits_late   the kernel ahead makes the rows, and lets this one start when all kernels before it have ended: only
+                 the producer waits for it, ahead of its first rows
     """
 
     name: str
     dtype: Any = BFloat16
-    stored: str = "none"
+    codes: str = "none"
+    waits_late: bool = False
+
+    @property
+    def has_codes(self) -> bool:
+        return self.codes != "none"
 
     @property
     def stores_rows(self) -> bool:
-        return self.stored == "all"
+        return self.codes == "all"
 
 
 # ---- shared memory
@@ -204,11 +212,10 @@ class Bars:
         kv, p = (barriers.Ring.allocate(smem, stages) for stages in (KV_STAGES, P_STAGES))
         return cls(kv, p, smem.allocate_array(Int64, 1))
 
-    def initialize(self, stores_rows: bool) -> None:
+    def initialize(self) -> None:
         """By one thread; the CTA synchronizes afterwards."""
-        # every producer thread, as its copies are there, and one of each warp for the header; or, where it stores rows
-        # itself, one of each warp
-        self.kv.initialize(PRODUCER_WARPS if stores_rows else PRODUCER_WARPS * (32 + 1), 2 * 4)
+        # every producer thread, as its copies are there, and one of each warp for the header
+        self.kv.initialize(PRODUCER_WARPS * (32 + 1), 2 * 4)
         self.p.initialize(4, 2 * 4)
         cute.arch.mbarrier_init(self.q_done, 4)
         cute.arch.mbarrier_init_fence()
@@ -243,20 +250,13 @@ class Producer:
         """Fill the KV ring."""
         bars, smem, loader = self.bars, self.smem, self.loader
         loader.start()
+        self.wait_for_rows()
         loader.keep(loader.scheduler.first, Int32(1))
         flags = Int32(0)
         stage, phase = barriers.start()
         while flags & END == 0:
             bars.kv.wait_empty(stage, phase)
-            self.copy_queries_async(smem.kv + stage * KV_STAGE_BYTES, query_slabs(self.q)[: HELD // SLAB])
-            # the work tile before is done with those in shared memory
-            ptx.wait_mbarrier(bars.q_done.toint(), ptx.load_shared_s32(loader.cursor + KEPT_AT + 4))
-            self.copy_queries_async(smem.q, query_slabs(self.q)[HELD // SLAB :])
-            work_tile, parity = ptx.load_shared_64(loader.cursor + KEPT_AT)
-            if (loader.own_warp() == 0) & (own_lane() == 0):
-                ptx.store_shared_s32(smem.header + stage * HEADER, work_tile)
-            self.arrive_full(stage)
-            loader.keep(work_tile + loader.scheduler.step, parity ^ 1)
+            self.give_queries(stage)
             stage, phase = barriers.advance(stage, phase, KV_STAGES)
             flags = Int32(0)
             while flags & LAST == 0:
@@ -271,6 +271,29 @@ class Producer:
                 stage, phase = barriers.advance(stage, phase, KV_STAGES)
         # no lane ends with copies under way
         cute.arch.cp_async_wait_group(0)
+
+    def wait_for_rows(self) -> None:
+        """Until rows may be read."""
+
+    @cute.jit
+    def give_queries(self, stage: Any) -> None:
+        """Give the queries of the kept work tile, and keep the next one."""
+        smem, loader = self.smem, self.loader
+        self.fill_queries(smem.kv + stage * KV_STAGE_BYTES)
+        work_tile, parity = ptx.load_shared_64(loader.cursor + KEPT_AT)
+        if (loader.own_warp() == 0) & (own_lane() == 0):
+            ptx.store_shared_s32(smem.header + stage * HEADER, work_tile)
+        Producer.arrive_full(self, stage)
+        loader.keep(work_tile + loader.scheduler.step, parity ^ 1)
+
+    @cute.jit
+    def fill_queries(self, stage_at: Any) -> None:
+        """Start to copy the warp's share of the queries of the kept work tile, those that are held to a stage."""
+        smem, loader = self.smem, self.loader
+        self.copy_queries_async(stage_at, query_slabs(self.q)[: HELD // SLAB])
+        # the work tile before is done with those in shared memory
+        ptx.wait_mbarrier(self.bars.q_done.toint(), ptx.load_shared_s32(loader.cursor + KEPT_AT + 4))
+        self.copy_queries_async(smem.q, query_slabs(self.q)[HELD // SLAB :])
 
     @cute.jit
     def arrive_full(self, stage: Any) -> None:
@@ -379,10 +402,13 @@ class QkSoftmax:
                 # before the queries are there
                 norm = self.finish_norm(norm)
             bars.kv.wait_full(stage, phase)
-            if const_expr(config.stored == "queries"):
-                cute.arch.fence_view_async_shared()
-            load_q(held, smem.kv + stage * KV_STAGE_BYTES)
-            work_tile = ptx.load_shared_s32(smem.header + stage * HEADER)
+            if const_expr(config.has_codes):
+                work_tile = ptx.load_shared_s32(smem.header + stage * HEADER)
+                load_codes(held, smem.kv + stage * KV_STAGE_BYTES, smem.q)
+                self.release_codes(q_stage)
+            else:
+                load_q(held, smem.kv + stage * KV_STAGE_BYTES)
+                work_tile = ptx.load_shared_s32(smem.header + stage * HEADER)
             stage, phase = barriers.advance(stage, phase, KV_STAGES)
             scales = [scale, scale]
             if const_expr(q.norm_eps is not None):
@@ -410,12 +436,8 @@ class QkSoftmax:
                     if const_expr(q.norm_eps is not None):
                         self.prefetch_squares(work_tile + scheduler.step)
                 warpgroup.wait_group(0)
-                if thread_idx() & 31 == 0:
-                    if is_first:
-                        # the queries are in registers, since they have been multiplied
-                        cute.arch.mbarrier_arrive(bars.kv.empty(q_stage), arrive_count=2)
-                    if flags & LAST != 0:
-                        cute.arch.mbarrier_arrive(bars.q_done)
+                if const_expr(not config.has_codes):
+                    self.release_multiplied(q_stage, is_first, flags)
                 is_first, is_published = False, Int32(0)
                 mask(s, self.scale_log2, there)
                 factors, max_logit, row_max, row_sum = softmax(s, scales, row_max, row_sum, max_logit)
@@ -434,6 +456,22 @@ class QkSoftmax:
             for half in range_constexpr(2):
                 most = over_quad(max_logit[half], ptx.max_f32)
                 store_logs(scheduler, q.heads, self.out, work_tile, half, most, row_max[half], row_sum[half])
+
+    @cute.jit
+    def release_codes(self, stage: Any) -> None:
+        """All warps have read the queries in a stage."""
+        if thread_idx() & 31 == 0:
+            cute.arch.mbarrier_arrive(self.bars.kv.empty(stage), arrive_count=2)
+
+    @cute.jit
+    def release_multiplied(self, stage: Any, is_first: Any, flags: Any) -> None:
+        """A tile has been multiplied: queries in a stage are in registers then, and behind the last tile those in
+        shared memory are done with."""
+        if thread_idx() & 31 == 0:
+            if is_first:
+                cute.arch.mbarrier_arrive(self.bars.kv.empty(stage), arrive_count=2)
+            if flags & LAST != 0:
+                cute.arch.mbarrier_arrive(self.bars.q_done)
 
     @cute.jit
     def load_norm(self, work_tile: Any) -> tuple[Any, Any]:
@@ -610,7 +648,10 @@ class PvEpilogue:
         row, first = self.scheduler.coords(work_tile)
         target = out.base + Int64(row) * out.row + Int64(first + own_row) * out.head + self.side * (SIDE * 2)
         heads = self.q.left(first) - own_row
-        wgmma.store_bf16(o, lane, target, out.head, heads, Int32(SIDE), SIDE, out.policy)
+        if const_expr(self.config.has_codes):
+            wgmma.store_bf16_paired(o, lane, target, out.head, heads, SIDE, out.policy)
+        else:
+            wgmma.store_bf16(o, lane, target, out.head, heads, Int32(SIDE), SIDE, out.policy)
 
 
 # ---- kernel
@@ -675,9 +716,10 @@ class PrefillKernel:
         smem = Smem(**places)
         bars = Bars.allocate(allocator)
         if thread == 0:
-            bars.initialize(self.config.stores_rows)
+            bars.initialize()
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_wait()
+        if const_expr(not self.config.waits_late):
+            cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
         for product in products[1:]:
@@ -720,7 +762,7 @@ class PrefillKernel:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             scheduler = PrefillScheduler(ptx.block_again(), work_tiles, ctas, group_bits)
             units = row_units(self.producer.row_dtype)
-            is_short = config.stored != "none"
+            is_short = config.stores_rows
             loader = IndexLoader(kv, scheduler, smem.lists, smem.cursors, PRODUCER_WARPS, units, is_short)
             self.producer(bars, smem, q, loader).run()
 

@@ -5,10 +5,11 @@ caches.
 The columns that count of a query row are numbered from its window's on, and the compressed ones follow: a tile may have
 rows of both caches, and its flags say how many are the window's (params.MixedKV).
 
-Over bf16 caches the producer is prefill's. e4m3 rows and queries become f16 on their way to tensor cores, and a
-producer of this file does that (Fp8Producer): f16 holds every e4m3 number, so all products are exact.
+Over bf16 caches the producer is prefill's. e4m3 rows and queries become f16 on their way to tensor cores: f16 holds
+every e4m3 number, so all products are exact. Columns are multiplied in an order of their own (prefill_codes.py).
 
-    KV, Q   gmem --cp.async--> the stage that they will fill --Fp8Producer: e4m3 -> f16--> the same stage, or q
+    KV   gmem --cp.async--> the stage that they will fill --Fp8Producer: e4m3 -> f16--> the same stage
+    Q    gmem --cp.async--> a stage of the KV ring --QK warps: e4m3 -> f16--> registers, or q
 
 Where convert_mixed has made all rows f16 ahead, they are copied as bf16 ones, and only queries become f16 here
 (Fp8QueryProducer).
@@ -26,8 +27,6 @@ from cutlass import BFloat16, Constexpr, Float8E4M3FN, Float16, Int32, Int64, co
 from cute_kernels.dsl import ptx
 from cute_kernels.dsl.entry import entry_point
 from cute_kernels.sparse_mla.hopper.prefill import (
-    HEADER,
-    HELD,
     KV_STAGE_BYTES,
     KV_STAGES,
     SLAB,
@@ -40,8 +39,8 @@ from cute_kernels.sparse_mla.hopper.prefill import (
     Smem,
     store_header,
 )
+from cute_kernels.sparse_mla.hopper.prefill_codes import CODE_SLABS
 from cute_kernels.sparse_mla.hopper.prefill_index_loader import (
-    AHEAD,
     COPIED_ROWS,
     END,
     KEPT_AT,
@@ -56,8 +55,8 @@ from cute_kernels.sparse_mla.params import PrefillQuery
 # ---- config
 
 MIXED = PrefillConfig("sparse_mla_mixed")
-MIXED_FP8 = PrefillConfig("sparse_mla_mixed_fp8", Float16, stored="all")
-MIXED_FP8_CONVERTED = PrefillConfig("sparse_mla_mixed_fp8_converted", Float16, stored="queries")
+MIXED_FP8 = PrefillConfig("sparse_mla_mixed_fp8", Float16, codes="all")
+MIXED_FP8_CONVERTED = PrefillConfig("sparse_mla_mixed_fp8_converted", Float16, codes="queries", waits_late=True)
 
 # ---- producer
 
@@ -73,19 +72,17 @@ GROUP = 8
 """Rows of a group of copies, and of what all lanes convert at a time, each lane 16 columns of a slab: even and odd rows
 lie in other banks before as behind."""
 
-HELD_SLABS = HELD // SLAB
-
 READ_AHEAD = 1
 """Steps of a conversion, a group's rows of a slab each, whose codes are read before one is stored; two spill."""
 
 
 @dataclass(frozen=True)
 class Fp8Producer:
-    """The producer warpgroup over e4m3 caches: copies codes of queries and of rows of kv, and makes them f16.
+    """The producer warpgroup over e4m3 caches: copies codes of queries, and codes of rows of kv, which it makes f16.
 
-    A warp does 16 rows of every tile and of every work tile's queries, alone from the caches to the stages of the ring.
-    It has all of their codes copied to the stage that they will fill, at once, and makes them f16 slab by slab as they
-    come. Its cursor keeps what Producer's keeps.
+    A warp does 16 rows of every tile, alone from the caches to the stages of the ring. It has all of their codes copied
+    to the stage that they will fill, at once, and makes them f16 slab by slab as they come. Its cursor keeps what
+    Producer's keeps.
     """
 
     row_dtype: ClassVar[Any] = Float8E4M3FN
@@ -104,23 +101,14 @@ class Fp8Producer:
         turn = Int32(0)
         while flags & END == 0:
             self.bars.kv.wait_empty(turn & 3, turn >> 2)
-            turn = self.advance(self.give_queries(turn))
-            work_tile, parity = ptx.load_shared_64(loader.cursor + KEPT_AT)
-            loader.keep(work_tile + loader.scheduler.step, parity ^ 1)
+            Producer.give_queries(self, turn & 3)
+            turn = self.advance(turn)
             flags = Int32(0)
             while flags & LAST == 0:
                 flags = self.give_rows(turn)
                 turn = self.advance(turn)
         # no lane ends with copies under way
         cute.arch.cp_async_wait_group(0)
-
-    @cute.jit
-    def give_queries(self, turn: Int32) -> Any:
-        """Give the queries of the kept work tile. Returns the turn, which one may keep elsewhere meanwhile."""
-        stage = turn & 3
-        self.fill_queries(stage)
-        self.arrive_full(stage)
-        return turn
 
     @cute.jit
     def give_rows(self, turn: Int32) -> Any:
@@ -137,7 +125,7 @@ class Fp8Producer:
         loader.copy_indices_async(position)
         loader.advance(position)
         cute.arch.cp_async_commit_group()
-        self.convert(stage, range(SLABS), smem.kv + stage * KV_STAGE_BYTES, 1)
+        self.convert(stage)
         self.arrive_full(stage)
         return flags
 
@@ -147,20 +135,22 @@ class Fp8Producer:
         following = turn + 1
         return following ^ 7 if following & 3 == KV_STAGES else following
 
-    def kept_work_tile(self) -> Any:
-        return ptx.load_shared_s32(self.loader.cursor + KEPT_AT)
-
     @cute.jit
-    def fill_queries(self, stage: Any) -> None:
-        """The warp's share of the queries of the kept work tile."""
-        loader, smem = self.loader, self.smem
-        self.copy_queries_async(self.kept_work_tile(), stage)
-        if (loader.own_warp() == 0) & (own_lane() == 0):
-            ptx.store_shared_s32(smem.header + stage * HEADER, self.kept_work_tile())
-        self.convert(stage, range(HELD_SLABS), smem.kv + stage * KV_STAGE_BYTES, 0)
-        # the work tile before is done with those in shared memory
-        ptx.wait_mbarrier(self.bars.q_done.toint(), ptx.load_shared_s32(loader.cursor + KEPT_AT + 4))
-        self.convert(stage, range(HELD_SLABS, SLABS), smem.q, 0)
+    def fill_queries(self, stage_at: Any) -> None:
+        """Start to copy the warp's share of the codes of the kept work tile's queries to a stage."""
+        loader, q = self.loader, self.q
+        for i in range_constexpr(loader.own_rows // COPIED_ROWS):
+            # found for each row by itself: there is no register for what they have in common
+            query, first = loader.scheduler.coords(ptx.load_shared_s32(loader.cursor + KEPT_AT))
+            row, chunk = loader.first_chunk()
+            head = first + row + COPIED_ROWS * i
+            source = q.base + Int64(query) * q.row + Int64(head) * q.head + (own_lane() & 7) * CHUNK
+            # nothing is read of heads that are not there
+            size = Int32(CHUNK) if head < q.heads else Int32(0)
+            to = stage_at + (chunk ^ (i % 2 * 64)) + i * (COPIED_ROWS * SLAB_ROW_BYTES)
+            for pair in range_constexpr(PAIRS):
+                at = source + pair * SLAB_ROW_BYTES
+                ptx.copy_async_or_zero(to + pair * SLAB_BYTES, at, CHUNK, size, is_read_once=True)
 
     @cute.jit
     def copy_rows_async(self, place: Any, flags: Any, stage: Any) -> None:
@@ -172,19 +162,6 @@ class Fp8Producer:
             own = cute.arch.shuffle_sync(place, number)
             source = loader.kv.address(own, flags, loader.own_warp() * loader.own_rows + number)
             self.copy_async(i, source, own >= 0, target)
-
-    @cute.jit
-    def copy_queries_async(self, work_tile: Any, stage: Any) -> None:
-        """Start to copy the codes of the warp's share of a work tile's queries."""
-        loader, q = self.loader, self.q
-        query, first = loader.scheduler.coords(work_tile)
-        source = q.base + Int64(query) * q.row
-        target = self.copied_at(stage)
-        for i in range_constexpr(loader.own_rows // COPIED_ROWS):
-            # found for each row by itself: there is no register for what they have in common
-            head = ptx.again(first + loader.own_warp() * loader.own_rows + COPIED_ROWS * i + (own_lane() >> 3))
-            # nothing is read of heads that are not there
-            self.copy_async(i, source + Int64(head) * q.head, head < q.heads, target)
 
     @cute.jit
     def copy_async(self, i: Constexpr, source: Any, is_there: Any, target: Any) -> None:
@@ -209,24 +186,21 @@ class Fp8Producer:
         row, chunk = own_lane() >> 3, own_lane() & 7
         return self.codes_at(stage) + row * SLAB_ROW_BYTES + (chunk ^ ((row & 1) << 2)) * CHUNK
 
-    def convert(self, stage: Any, slabs: range, target: Any, behind: int) -> None:
-        """Make some slabs of the warp's rows f16.
-
-        target  where the first of them goes, in the stage itself or elsewhere
-        behind  groups of copies that follow those of codes
-        """
+    def convert(self, stage: Any) -> None:
+        """Make the warp's rows f16. One group of copies follows those of codes."""
         own_rows = self.loader.own_rows
         row, chunk = own_lane() >> 2, own_lane() & 3
         source = self.codes_at(stage) + row * SLAB_ROW_BYTES + (chunk ^ ((row & 1) << 2)) * CHUNK
-        place = target + (self.loader.own_warp() * own_rows + row) * SLAB_ROW_BYTES + ((2 * chunk) ^ row) * 16
-        steps = [(first, slab) for first in range(0, own_rows, GROUP) for slab in slabs]
+        place = self.smem.kv + stage * KV_STAGE_BYTES
+        place = place + (self.loader.own_warp() * own_rows + row) * SLAB_ROW_BYTES + ((2 * chunk) ^ row) * 16
+        steps = [(first, slab) for first in range(0, own_rows, GROUP) for slab in range(SLABS)]
         loaded: list[Any] = []
         for number in range(len(steps)):
             # some are on their way while others are converted
             while len(loaded) < min(number + 1 + READ_AHEAD, len(steps)):
                 first, slab = steps[len(loaded)]
-                if slab == slabs.start:
-                    self.wait_copies(behind + (own_rows - first) // GROUP - 1)
+                if slab == 0:
+                    self.wait_copies((own_rows - first) // GROUP)
                 from_ = (source ^ (slab % PAIR * SLAB)) + slab // PAIR * SLAB_BYTES + first * SLAB_ROW_BYTES
                 loaded.append(ptx.load_shared_128_in_order(from_))
             first, slab = steps[number]
@@ -234,9 +208,9 @@ class Fp8Producer:
                 # all lanes have read what lies where this slab goes
                 cute.arch.sync_warp()
             words = [word for four in loaded[number] for word in ptx.f16x2_of_e4m3x4(four)]
-            offset = (slab - slabs.start) * SLAB_BYTES + first * SLAB_ROW_BYTES
-            ptx.store_shared_128(place + offset, words[:4])
-            ptx.store_shared_128((place ^ 16) + offset, words[4:])
+            offset = slab * SLAB_BYTES + first * SLAB_ROW_BYTES
+            ptx.store_shared_128(place + offset, words[::2])
+            ptx.store_shared_128((place ^ 16) + offset, words[1::2])
 
     def wait_copies(self, behind: int) -> None:
         """Until all copies of the warp but those of the last groups are there."""
@@ -248,45 +222,24 @@ class Fp8Producer:
         """The warp has stored its rows of a stage; who reads them makes sure that tensor cores see them."""
         cute.arch.sync_warp()
         if own_lane() == 0:
-            cute.arch.mbarrier_arrive(self.bars.kv.full(stage))
+            cute.arch.mbarrier_arrive(self.bars.kv.full(stage), arrive_count=32 + 1)
 
 
 @dataclass(frozen=True)
-class Fp8QueryProducer(Fp8Producer):
-    """The producer warpgroup over rows that convert_mixed has made f16: it copies rows as Producer does, and converts
-    queries as Fp8Producer. Its cursor keeps what theirs do, and the count of stages while queries are converted.
-    """
+class Fp8QueryProducer(Producer):
+    """The producer warpgroup over rows that convert_mixed has made f16: only queries are codes."""
 
     row_dtype: ClassVar[Any] = Float16
 
-    @cute.jit
-    def give_queries(self, turn: Int32) -> Any:
-        """Give the queries of the kept work tile. Returns the turn, which it keeps elsewhere meanwhile."""
-        loader = self.loader
-        if own_lane() == 0:
-            ptx.store_shared_s32(loader.cursor + KEPT_AT + 8, turn)
-        self.fill_queries(turn & 3)
-        # there was no register for it
-        turn = ptx.load_shared_s32(loader.cursor + KEPT_AT + 8)
-        # one lane arrives for what all have stored
-        cute.arch.sync_warp()
-        Producer.arrive_full(self, turn & 3)
-        return turn
+    def wait_for_rows(self) -> None:
+        """Until convert_mixed has ended. It has waited for all kernels before it, and lets others start behind that:
+        lists and queries may be read without."""
+        cute.arch.griddepcontrol_wait()
 
     @cute.jit
-    def give_rows(self, turn: Int32) -> Any:
-        """Give the next tile's rows. Returns its flags."""
-        loader = self.loader
-        cute.arch.cp_async_wait_group(AHEAD - 1)
-        cute.arch.sync_warp()
-        place, flags = loader.next_rows()
-        stage = turn & 3
-        self.bars.kv.wait_empty(stage, turn >> 2)
-        store_header(loader, self.smem.header, stage, place, flags)
-        Producer.copy_rows_async(self, place, flags, stage)
-        loader.copy_next_indices_async()
-        Producer.arrive_full(self, stage)
-        return flags
+    def fill_queries(self, stage_at: Any) -> None:
+        """Start to copy the warp's share of the codes of the kept work tile's queries to a stage."""
+        self.copy_queries_async(stage_at, tuple(range(CODE_SLABS)))
 
 
 # ---- keys
