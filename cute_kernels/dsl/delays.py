@@ -20,6 +20,7 @@ MOST_NS = 2047
 WAITS = (
     (ptx, "wait_mbarrier"),
     (ptx, "wait_mbarrier_cluster"),
+    (ptx, "wait_global_s64"),
     (cute.arch, "barrier"),
     (cute.arch, "cluster_arrive"),
     (cute.arch, "cp_async_wait_group"),

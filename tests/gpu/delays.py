@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,10 +98,15 @@ class Verified:
 
 
 def decode_calls() -> list[Callable[[], Result]]:
-    """Several items for each block, of many lengths, with holes; parts."""
+    """Several items for each block, of many lengths, with holes; parts; long rows in halves, some by two clusters."""
     some = [make(b=150, s_q=2, heads=heads, topk=130, second="listed", lengths="bs", seed=heads) for heads in HEADS]
     calls = [*some, make(b=3, s_q=1, heads=64, topk=640, second="listed", seed=5)]
-    return [lambda call=call: tuple(x.cpu() for x in decode_cases.run(call)) for call in calls]  # type: ignore[misc]
+    cut = make(b=45, s_q=1, heads=64, topk=100, second="dense", extra_topk=1100, lengths="bs", seed=7)
+
+    def result(call: decode_cases.Call, **more: Any) -> Result:
+        return tuple(x.cpu() for x in decode_cases.run(call, **more))
+
+    return [*(partial(result, call) for call in calls), partial(result, cut, long_rows="halves")]
 
 
 def calls(kernel: str) -> list[Callable[[], Result]]:
@@ -133,7 +139,7 @@ def add_pauses() -> None:
 
         setattr(place, name, pause_and_wait)
 
-    for name in ("wait_mbarrier", "wait_mbarrier_cluster"):
+    for name in ("wait_mbarrier", "wait_mbarrier_cluster", "wait_global_s64"):
         pause_before(ptx, name)
     # barrier and sync_threads: of teams of warps
     for name in ("barrier", "sync_threads", "cp_async_wait_group", "cluster_wait", "mbarrier_wait"):
