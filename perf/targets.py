@@ -171,7 +171,8 @@ BINDS: Mapping[tuple[str, ...], tuple[str, tuple[str, ...]]] = {
         ("gemm",),
     ),
     ("fused_inv_rope", "fused_inv_rope_fp8_quant", "fused_q_kv_rmsnorm", "mtp_shared_head_rmsnorm"): (
-        "a launch, and the chain from position to angle, row and store; from some hundred rows on memory",
+        "a launch, and the chain from position to angle and store, of norms from row to store; from some hundred rows "
+        "on memory",
         ("norms",),
     ),
     (
@@ -197,8 +198,8 @@ BINDS: Mapping[tuple[str, ...], tuple[str, tuple[str, ...]]] = {
         ("logits", "logits_mxfp4"),
     ),
     ("sparse_mla_decode",): (
-        "the path to shared memory, busy for 90% of the time between launch and end; one long row among 34 to 66: its "
-        "own tiles, which one cluster takes one after the other",
+        "the path to shared memory, busy for 90% of the time between launch and end; where one row is long and not cut "
+        "in halves: its own tiles, which one cluster takes one after the other",
         ("decode", "decode_small_heads"),
     ),
     ("sparse_mla_prefill",): ("the energy of long lists; short ones what lies between work tiles", ("prefill",)),

@@ -325,12 +325,13 @@ def test_report_without_matplotlib(
 
 
 def test_report_needs_the_markers(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engines = (root / "docs/engines.md").read_text()
     (root / "README.md").write_text("# x\n")
     assert "README.md: expected one <!-- headline:begin -->" in refused(
         capsys, "report", "--root", str(root), "--no-plots"
     )
     assert not (root / "perf/REPORT.md").exists()
-    assert not (root / "perf/REPORT.md").exists()
+    assert (root / "docs/engines.md").read_text() == engines
 
 
 # ---- show ------------------------------------------------------------------------------------------------------------
