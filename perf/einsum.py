@@ -87,10 +87,12 @@ def _portable(s: EinsumSet) -> None:
     """The call by the portable kernel, whatever the architecture."""
     from cute_kernels.linear import launch as calls
 
-    with mock.patch.object(calls, "HOPPER", ""):
-        kept.forget()  # plans of such calls run the kernels that were chosen
-        s.ours()
-    kept.forget()
+    try:
+        with mock.patch.object(calls, "HOPPER", ""):
+            kept.forget()  # plans of such calls run the kernels that were chosen
+            s.ours()
+    finally:
+        kept.forget()
 
 
 def _variants() -> dict[str, Callable[[EinsumSet], None]]:

@@ -142,10 +142,12 @@ PER_ROW = ("q", "indices", "topk_length", "out", "max_logits", "lse")
 def portable(choose: str, call: Call) -> None:
     """A call that runs the portable kernel of those that a function chooses, whatever the architecture."""
     select = importlib.import_module("cute_kernels.sparse_mla.select")
-    with mock.patch.multiple(select, HOPPER="", **{choose: getattr(select, choose).__wrapped__}):
-        kept.forget()  # plans of such calls run the kernels that were chosen
-        call()
-    kept.forget()
+    try:
+        with mock.patch.multiple(select, HOPPER="", **{choose: getattr(select, choose).__wrapped__}):
+            kept.forget()  # plans of such calls run the kernels that were chosen
+            call()
+    finally:
+        kept.forget()
 
 
 def _flashmla() -> Callable[[PrefillSet], Any]:

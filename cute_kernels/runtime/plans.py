@@ -20,6 +20,7 @@ the second time: many never do.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import NoneType
@@ -60,7 +61,7 @@ def planned(function: Callable[P, R]) -> Callable[P, R]:
     It may depend on nothing but its arguments, what `_is_watched` looks at and what `kept.forget` is called for, and
     launches kernels through ops of this package only.
     """
-    if CHECKED or NVTX:
+    if CHECKED or NVTX or _WATCHES is None:
         return function
     forms: dict[Any, _Form] = kept.table()
 
@@ -101,22 +102,30 @@ def planned(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-_WATCHES: tuple[Callable[[], Any], ...] = (
-    torch._C._len_torch_dispatch_stack,
-    torch._C._len_torch_function_stack,
-    torch._C._functorch.peek_interpreter_stack,
-    torch._C._get_tracing_state,
-    torch._C._autograd._profiler_enabled,
-    record.active,
-)
-"""What is true while somebody would miss what a call does beside its launches."""
+def _find_watches(private: Any) -> tuple[Callable[[], Any], ...] | None:
+    """What is true while somebody would miss what a call does beside its launches; None if torch's own module has not
+    all of it, as another version may not: then there are no plans."""
+    names = (
+        "_len_torch_dispatch_stack",
+        "_len_torch_function_stack",
+        "_functorch.peek_interpreter_stack",
+        "_get_tracing_state",
+        "_autograd._profiler_enabled",
+    )
+    try:
+        return (*(operator.attrgetter(name)(private) for name in names), record.active)
+    except AttributeError:
+        return None
+
+
+_WATCHES = _find_watches(torch._C)
 
 _FUNCTIONS = compile_._functions
 
 
 def _is_watched() -> bool:
     """Whether somebody would miss something; or other kernels run than otherwise, or in other grids."""
-    for watch in _WATCHES:
+    for watch in _WATCHES or ():
         if watch():
             return True
     return (

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -364,6 +365,14 @@ def test_a_verdict_ends_all_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     plan_of(x, 2.0, out=out)
     assert trust.keep("test_scale", "tests.scale", None, "fail", 1, "") == ""  # type: ignore[arg-type]
     plan_of(x, 2.0, out=out)
+
+
+def test_another_torch_may_have_no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tells whether a call is watched is private to torch."""
+    assert plans._find_watches(torch._C) is not None
+    assert plans._find_watches(SimpleNamespace(_len_torch_dispatch_stack=int)) is None
+    monkeypatch.setattr(plans, "_WATCHES", None)
+    assert planned(test_functions_are_compiled_each_for_itself) is test_functions_are_compiled_each_for_itself
 
 
 def test_plans_hold_no_memory(launched: Launches) -> None:
