@@ -57,8 +57,8 @@ def uniform_tile(address: Any, layout: Any, dtype: Any) -> Any:
 
 
 def number_of_warpgroup(thread: Any) -> Any:
-    """Of a thread, in a register of the whole warp, as in `uniform_tile`: known so, the number would be read from the
-    thread's again, and moved, between two products."""
+    """Of a thread, in a register of the whole warp, as in `uniform_tile`: else the assembler works it out anew from the
+    thread's number, and moves it there, between two products."""
     return cute.arch.warp_redux_sync(thread // WARPGROUP, "or")
 
 

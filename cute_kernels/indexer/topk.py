@@ -728,7 +728,7 @@ class RowPicks:
         orders if the row is streamed)."""
         listed, first = Int32(0), Uint32(NAN_ORDER)
         for tile in cutlass.range(part.tiles, unroll=1):
-            if const_expr(self.config.tiles > 1):  # noqa: SIM102
+            if const_expr(self.config.tiles > 1):
                 if tile > 0:
                     if const_expr(self.config.is_streamed):
                         self.ask(here, part, tile + 1)

@@ -310,7 +310,7 @@ class StepKernel:
                     ptx.store_global_s32(kind.start + room * KIND_OFFSETS["visible"] + offset * 4, visible)
                     place = kind.start + room * KIND_OFFSETS["decode_topk_lens"] + offset * 4
                     ptx.store_global_s32(place, cutlass.min(visible, kind.topk), is_decode)
-                if const_expr(number == KEYS_KIND):  # noqa: SIM102
+                if const_expr(number == KEYS_KIND):
                     if batch.key_starts != 0:
                         place = batch.key_starts + Int64(request) * 4
                         key = ptx.load_global_s32_where(request >= 0, place, is_shared=True)

@@ -98,7 +98,7 @@ class TileScheduler(NamedTuple):
     @cute.jit
     def number(self, work_tile: Any) -> Any:
         """The number in the call of a work tile."""
-        if const_expr(self.dealt is not None):  # noqa: SIM102
+        if const_expr(self.dealt is not None):
             if work_tile < 0:
                 work_tile = ptx.load_shared_s32(self.dealt + (work_tile - FIRST_DEALT + 1) * 4)
         return work_tile

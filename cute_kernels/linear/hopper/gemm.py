@@ -290,7 +290,7 @@ class Scales(NamedTuple):
                 self.factors[i * self.blocks + block] = self.loaded[i] * self.loaded[self.rows + block]
         following = first + SCALED_CHUNKS
         if const_expr(self.blocks > 1):
-            # a branch around so many loads, and the assembler has no numbers in registers of the warp any more
+            # beyond the end, too: the assembler keeps nothing in uniform registers across a branch around so many loads
             self.load(work, following)
         else:
             if following < work.chunks:

@@ -197,7 +197,7 @@ class Producer:
                 ptx.store_shared_s32(self.cursor, tile + 1)
                 cute.arch.sync_warp()
             is_valid, source = self.resolve_row(index, tile, tiles0)
-            if const_expr(self.config.has_two_formats):  # noqa: SIM102
+            if const_expr(self.config.has_two_formats):
                 if number == 0:
                     self.wait_for_index()
             # on its way while rows are copied; into the register just served, as a move would wait for it
@@ -503,7 +503,7 @@ class QkSoftmax:
         tile = self.warpgroup
         flags, work_tile, low, high = self.wait_header(tile)
         while flags & END == 0:
-            if const_expr(self.halves is None):  # noqa: SIM102
+            if const_expr(self.halves is None):
                 if flags & FIRST != 0 and tile > 0:
                     # the queries before have served: all warps are past their products
                     ptx.wait_mbarrier((bars.q_done + warp).toint(), Int32(0) if flags & ODD != 0 else Int32(1))
@@ -619,7 +619,7 @@ class QkSoftmax:
         """
         bars = self.bars
         warpgroup.wait_group(0)
-        if const_expr(is_q_done is not None):  # noqa: SIM102
+        if const_expr(is_q_done is not None):
             if is_q_done and self.thread % 32 == 0:
                 cute.arch.mbarrier_arrive(bars.q_done + warp)
         buffer = tile & PING_PONG - 1
@@ -843,7 +843,7 @@ class PvEpilogue:
                 factors = self.load_factors(buffer * ROWS + pv_thread() // 32 * OWN_HEADS + pv_thread() % 32 // 4)
                 if cute.arch.vote_any_sync((factors[0] != Float32(1.0)) | (factors[1] != Float32(1.0))):
                     wgmma.scale_rows(o, factors)
-                if const_expr(self.halves is not None):  # noqa: SIM102
+                if const_expr(self.halves is not None):
                     if flags & JOIN != 0:
                         place = buffer * ROWS + pv_thread() // 32 * OWN_HEADS + pv_thread() % 32 // 4
                         stage_at = smem.kv + ((tile + 2) & KV_STAGES - 1) * KV_STAGE_BYTES
@@ -879,7 +879,7 @@ class PvEpilogue:
                 cute.arch.sync_warp()
                 if pv_thread() % 32 == 0:
                     cute.arch.mbarrier_arrive(bars.kv.empty(stage))
-                if const_expr(self.halves is not None):  # noqa: SIM102
+                if const_expr(self.halves is not None):
                     if flags & KEEP != 0:
                         self.halves.keep_o(o, flags, work_tile)
                 tile = tile + 1

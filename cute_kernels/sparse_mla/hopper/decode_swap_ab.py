@@ -707,7 +707,7 @@ class PvEpilogue:
                 buffer = tile & 1
                 bars.p.wait_full(buffer, tile >> 1 & 1)
                 flags, has_factors = ptx.load_shared_64(smem.target + buffer * swap_ab.TARGET)
-                if const_expr(config.q_stages == 1):  # noqa: SIM102
+                if const_expr(config.q_stages == 1):
                     if flags & index_loader.LAST != 0:
                         # all products of this work tile's queries are done
                         queries.copy_async(number)

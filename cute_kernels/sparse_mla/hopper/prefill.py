@@ -124,14 +124,11 @@ class PrefillConfig:
     dtype        of what tensor cores multiply
     codes        what comes as e4m3 codes, which become `dtype` (prefill_mixed): "none", "queries", which QK warps
                  convert, or "all", where the producer converts rows, and stores them in the ordinary way
-    waits_late   the kernel ahead makes the rows, and lets this one start when all kernels before it have ended: only
-                 the producer waits for it, ahead of its first rows
     """
 
     name: str
     dtype: Any = BFloat16
     codes: str = "none"
-    waits_late: bool = False
 
     @property
     def has_codes(self) -> bool:
@@ -237,9 +234,13 @@ class Producer:
     A warp does 16 rows of every stage, 4 at a time: 8 lanes copy the 128 bytes of a slab's row, all slabs one after the
     other. Rows that nobody selects become zeros. Its cursor keeps the work tile whose queries come next, and the parity
     of the phase that has to be complete for those that stay in shared memory.
+
+    waits_late   the kernel ahead makes the rows, and lets this one start when all kernels before it have ended: only
+                 the producer waits for it, ahead of its first rows
     """
 
     row_dtype: ClassVar[Any] = BFloat16
+    waits_late: ClassVar[bool] = False
     bars: Bars
     smem: Smem
     q: PrefillQuery
@@ -250,7 +251,8 @@ class Producer:
         """Fill the KV ring."""
         bars, smem, loader = self.bars, self.smem, self.loader
         loader.start()
-        self.wait_for_rows()
+        if const_expr(self.waits_late):
+            cute.arch.griddepcontrol_wait()
         loader.keep(loader.scheduler.first, Int32(1))
         flags = Int32(0)
         stage, phase = barriers.start()
@@ -271,9 +273,6 @@ class Producer:
                 stage, phase = barriers.advance(stage, phase, KV_STAGES)
         # no lane ends with copies under way
         cute.arch.cp_async_wait_group(0)
-
-    def wait_for_rows(self) -> None:
-        """Until rows may be read."""
 
     @cute.jit
     def give_queries(self, stage: Any) -> None:
@@ -718,7 +717,7 @@ class PrefillKernel:
         if thread == 0:
             bars.initialize()
         cute.arch.sync_threads()
-        if const_expr(not self.config.waits_late):
+        if const_expr(not self.producer.waits_late):
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 

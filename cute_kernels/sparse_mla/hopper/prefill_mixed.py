@@ -56,7 +56,7 @@ from cute_kernels.sparse_mla.params import PrefillQuery
 
 MIXED = PrefillConfig("sparse_mla_mixed")
 MIXED_FP8 = PrefillConfig("sparse_mla_mixed_fp8", Float16, codes="all")
-MIXED_FP8_CONVERTED = PrefillConfig("sparse_mla_mixed_fp8_converted", Float16, codes="queries", waits_late=True)
+MIXED_FP8_CONVERTED = PrefillConfig("sparse_mla_mixed_fp8_converted", Float16, codes="queries")
 
 # ---- producer
 
@@ -227,14 +227,11 @@ class Fp8Producer:
 
 @dataclass(frozen=True)
 class Fp8QueryProducer(Producer):
-    """The producer warpgroup over rows that convert_mixed has made f16: only queries are codes."""
+    """The producer warpgroup over rows that convert_mixed has made f16: only queries are codes. convert_mixed waits for
+    all kernels before it, and lets others start behind that: lists and queries may be read before it has ended."""
 
     row_dtype: ClassVar[Any] = Float16
-
-    def wait_for_rows(self) -> None:
-        """Until convert_mixed has ended. It has waited for all kernels before it, and lets others start behind that:
-        lists and queries may be read without."""
-        cute.arch.griddepcontrol_wait()
+    waits_late: ClassVar[bool] = True
 
     @cute.jit
     def fill_queries(self, stage_at: Any) -> None:
