@@ -86,6 +86,7 @@ class Fp8Producer:
     """
 
     row_dtype: ClassVar[Any] = Float8E4M3FN
+    waits_late: ClassVar[bool] = False
     bars: Bars
     smem: Smem
     q: PrefillQuery
