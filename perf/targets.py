@@ -204,7 +204,7 @@ BINDS: Mapping[tuple[str, ...], tuple[str, tuple[str, ...]]] = {
     ),
     ("sparse_mla_prefill",): ("the energy of long lists; short ones what lies between work tiles", ("prefill",)),
     ("top_k_per_row_decode", "top_k_per_row_prefill"): (
-        "of long rows the second pass over scores, of short ones a launch and its barriers",
+        "few rows: a chain of short steps, whose warps fill the issue slots; many rows of many columns: reading",
         ("topk",),
     ),
     ("layer", "layer_v41"): ("from 2048 rows on products, and with them the chip's power", ("layer", "gemm")),

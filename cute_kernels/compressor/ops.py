@@ -5,6 +5,7 @@ latents of one or two tokens, and the two records that are stored of each.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -334,6 +335,7 @@ _compress = define_op(
 )
 
 
+@functools.partial(planned, reads={"k_cache_metadata": "slot_mapping"})
 def compress_norm_rope_store(
     state_cache: torch.Tensor,
     num_actual: int,
@@ -407,65 +409,6 @@ def compress_norm_rope_store(
 
     Raises ValueError or TypeError on arguments that do not fit.
     """
-    _store_entries(
-        state_cache,
-        num_actual,
-        token_to_req_indices,
-        positions,
-        slot_mapping,
-        block_table,
-        block_size,
-        state_width,
-        cos_sin_cache,
-        kv_cache,
-        getattr(k_cache_metadata, "slot_mapping", None),
-        head_dim,
-        rope_head_dim,
-        compress_ratio,
-        overlap,
-        use_fp4_cache,
-        rms_norm_weight,
-        rms_norm_eps,
-        quant_block,
-        token_stride,
-        scale_dim,
-        kv_format=kv_format,
-        fp8_scale=fp8_scale,
-        e2m1_rounding=e2m1_rounding,
-        index_hadamard=index_hadamard,
-    )
-
-
-@planned
-def _store_entries(
-    state_cache: torch.Tensor,
-    num_actual: int,
-    token_to_req_indices: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-    state_width: int,
-    cos_sin_cache: torch.Tensor,
-    kv_cache: torch.Tensor,
-    entry_slots: Any,
-    head_dim: int,
-    rope_head_dim: int,
-    compress_ratio: int,
-    overlap: bool,
-    use_fp4_cache: bool,
-    rms_norm_weight: torch.Tensor,
-    rms_norm_eps: float,
-    quant_block: int,
-    token_stride: int,
-    scale_dim: int,
-    *,
-    kv_format: str | None = None,
-    fp8_scale: torch.Tensor | None = None,
-    e2m1_rounding: str = "ties_to_lower",
-    index_hadamard: bool = False,
-) -> None:
-    """compress_norm_rope_store, with the slots that its k_cache_metadata has."""
     c = Checker("compress_norm_rope_store")
     c.one_of("head_dim", head_dim, (formats.HEAD_DIM, formats.INDEX_DIM))
     c.one_of("compress_ratio", compress_ratio, RATIOS)
@@ -499,6 +442,7 @@ def _store_entries(
     c.tensor("slot_mapping", slot_mapping, torch.int64, (None,))
     if not 0 <= num_actual <= slot_mapping.shape[0]:
         c.fail("num_actual", f"0 to {slot_mapping.shape[0]}, the rows of slot_mapping", num_actual)
+    entry_slots: Any = getattr(k_cache_metadata, "slot_mapping", None)
     c.tensor("k_cache_metadata.slot_mapping", entry_slots, torch.int64, (None,))
     if entry_slots.shape[0] < num_actual:
         c.fail("k_cache_metadata.slot_mapping", f"at least num_actual = {num_actual} rows", entry_slots.shape[0])

@@ -20,10 +20,11 @@ the second time: many never do.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -55,21 +56,29 @@ _PLAIN = (NoneType, bool, int, str, torch.dtype)
 _UNSEEN, _SEEN, _NEVER = "unseen", "seen once", "no plan"
 
 
-def planned(function: Callable[P, R]) -> Callable[P, R]:
+def planned(function: Callable[P, R], reads: Mapping[str, str] = MappingProxyType({})) -> Callable[P, R]:
     """`function`, with plans for calls that come again.
 
     It may depend on nothing but its arguments, what `_is_watched` looks at and what `kept.forget` is called for, and
     launches kernels through ops of this package only.
+
+    reads   arguments of any type -> the attribute that is all it reads of them
     """
     if CHECKED or NVTX or _WATCHES is None:
         return function
     forms: dict[Any, _Form] = kept.table()
+    names = [*inspect.signature(function).parameters]
+    read = [(names.index(name), name, attribute) for name, attribute in reads.items()]
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling() or _is_watched():
             return function(*args, **kwargs)
         values: Sequence[Any] = (*args, *kwargs.values())
+        for place, name, attribute in read:
+            at = place if place < len(args) else len(args) + [*kwargs, name].index(name)
+            found = (getattr(value, attribute, None) for value in values[at : at + 1])
+            values = (*values[:at], *found, *values[at + 1 :])
         kinds: tuple[Any, ...] = tuple(map(type, values))
         if not _CONTAINERS.isdisjoint(kinds):
             values, kinds = _flatten(values)

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from cute_kernels.compressor import ops as compressor
 from cute_kernels.runtime import compile as compile_
 from cute_kernels.runtime import plans
 from cute_kernels.runtime.ops import Op
@@ -42,6 +42,8 @@ class Mover:
     def __call__(self, value: Any) -> Any:
         if isinstance(value, tuple | list):
             return type(value)(map(self, value))
+        if isinstance(value, SimpleNamespace):
+            return SimpleNamespace(**{name: self(inner) for name, inner in vars(value).items()})
         if not isinstance(value, torch.Tensor):
             return value
         storage = self.storage(value.untyped_storage())
@@ -73,11 +75,7 @@ def seen(values: Sequence[Any], given: Sequence[torch.Tensor], allocated: Sequen
 
 def planned_function(call: Any) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
     """(a public function without its plans, arguments)"""
-    function, kwargs = call.func, dict(call.keywords)
-    if function is compressor.compress_norm_rope_store:
-        function, kwargs["entry_slots"] = compressor._store_entries, kwargs.pop("k_cache_metadata").slot_mapping
-        del kwargs["pdl_kwargs"]
-    return function.__wrapped__, call.args, kwargs
+    return call.func.__wrapped__, call.args, call.keywords
 
 
 def results(value: Any) -> list[Any]:
@@ -85,7 +83,8 @@ def results(value: Any) -> list[Any]:
 
 
 def describe(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    values, kinds = plans._flatten((*args, *kwargs.values()))
+    read = [value.slot_mapping if isinstance(value, SimpleNamespace) else value for value in (*args, *kwargs.values())]
+    values, kinds = plans._flatten(read)
     describe = plans._describer(tuple(plans._leaves(kinds)))
     return None if describe is None else describe(values)
 

@@ -367,6 +367,29 @@ def test_a_verdict_ends_all_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     plan_of(x, 2.0, out=out)
 
 
+def scale_of_object(x: torch.Tensor, given: Any) -> torch.Tensor:
+    return scale.__wrapped__(x, given.factor)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_of_an_object_what_the_function_reads_counts(launched: Launches, is_named: bool) -> None:
+    known, x = planned(scale_of_object, {"given": "factor"}), numbers()
+
+    def call(**attributes: Any) -> None:
+        given = SimpleNamespace(**attributes)
+        known(given=given, x=x) if is_named else known(x, given)
+
+    for factor in (2.0, 3.0):
+        assert not is_planned(partial(call, factor=factor))
+        assert not is_planned(partial(call, factor=factor, other=object()))
+        assert is_planned(partial(call, factor=factor, other=object()))
+        assert factor in [value for value in launched[-1][1] if isinstance(value, float)]
+    with pytest.raises(AttributeError):
+        call(other=2.0)
+    with pytest.raises(TypeError):
+        known(x)  # type: ignore[call-arg]
+
+
 def test_another_torch_may_have_no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """What tells whether a call is watched is private to torch."""
     assert plans._find_watches(torch._C) is not None
