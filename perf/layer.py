@@ -7,7 +7,8 @@ call to the next, and each is a call of that graph. A cell of kind "model" is a 
 in their order, each with the output of the one before, and a call is the whole step, with what the GPU does for its
 metadata: a copy of numbers and a launch.
 Requests of a decode step have lengths of their own, up to 255 tokens below the context, as in serving: which of them
-close a group of compressed tokens differs from step to step.
+close a group of compressed tokens differs from step to step. In cells named by a kind of unequal lengths (perf.grid)
+most are far shorter than the context.
 
 The bytes of a cell are what no layer of this kind can do without: its weights once, the cache rows and keys that it
 reads, and hidden states in and out; its FLOPs those of its products. Where caches do not fit into the GPU's memory a
@@ -46,7 +47,7 @@ from cute_kernels.layers.output import OutputProjection
 from cute_kernels.layers.rotary import RotaryEmbedding
 from cute_kernels.runtime.compile import launch, record_launches
 from cute_kernels.runtime.record import Cost, record_calls
-from perf.grid import BETWEEN, draw
+from perf.grid import BETWEEN, LENGTHS, ONE_LONG, ZIPF, draw, lengths
 from perf.measure import OURS, capture, fixed_streams, peak, row, skipped, time_apart, time_graphs
 from perf.peers import load_failure
 from perf.timeline import Timeline, profile
@@ -76,6 +77,14 @@ CONTEXTS = (2000, 200_000)
 SLOW_ROWS = (33, 47)
 """Least and most decode rows of one more such cell of each model: products take tiles of 64 rows for them
 (perf/notes/gemm.md), so that a row takes longer than of 32 or of 64."""
+LONG_STEPS = {
+    "v4-flash": ("c128a", 1, 131_072, (90_000, 400_000)),
+    "v4-pro": ("c4a", 2, 16_384, (6_000, 50_000)),
+}
+"""Kind, ranks and context of steps whose attention has 64 heads and 18 tiles of keys in its longest rows, and the least
+and most context of such cells between. With LONG_REQUESTS, from the least to the most, it cuts long rows in halves
+(long_rows of `sparse_mla_decode`). Of C4A a row has picks of a context of 4096 tokens or more, and fewer below."""
+LONG_REQUESTS = 45, 64
 MOST_OF_MEMORY = 0.8
 """Share of the free memory that the caches of a cell may take: layers and graphs need some too."""
 CHECKED = 0.05
@@ -86,7 +95,10 @@ are rounded to e4m3, which they are twice."""
 
 @dataclass(frozen=True)
 class Case:
-    """One cell: `rows` new tokens of each of `requests` requests, of contexts up to `context` tokens."""
+    """One cell: `rows` new tokens of each of `requests` requests, of contexts up to `context` tokens.
+
+    unequal   the kind of lengths of a decode step's requests (perf.grid.lengths), or "": all near the context
+    """
 
     model: str
     kind: str
@@ -96,6 +108,7 @@ class Case:
     context: int
     tp: int = 1
     is_between: bool = False
+    unequal: str = ""
 
     @property
     def ratios(self) -> tuple[int, ...]:
@@ -120,6 +133,7 @@ class Case:
         size = size or f"prefill {self.rows} ctx{self.context}"
         more = f" n{self.rows}" if self.phase == "decode" and self.rows > 1 else ""
         more += f" tp{self.tp}" if self.tp > 1 else ""
+        more += f" {self.unequal}" if self.unequal else ""
         return f"{self.model} {self.kind} {size}{more}" + (f" {BETWEEN}" if self.is_between else "")
 
     @property
@@ -135,6 +149,8 @@ class Case:
         """Tokens of each request after the step."""
         if self.phase == "prefill":
             return [self.context + self.rows]
+        if self.unequal:
+            return [max(length, self.rows + 8) for length in lengths(self.unequal, self.requests, self.context)]
         return [max(self.context - 61 * r % 256, self.rows + 8) for r in range(self.requests)]
 
     @property
@@ -177,6 +193,7 @@ def cases(full: bool = False) -> Iterator[Case]:
         for point in draw(f"layer {model} slow rows", 1, kind=(1, len(KINDS)), b=SLOW_ROWS, context=CONTEXTS):
             kind = list(KINDS)[point["kind"] - 1]
             yield Case(model, kind, "decode", point["b"], 1, point["context"], is_between=True)
+        yield from cases_of_long_rows(model)
         for b in (1, 8, 64):
             yield Case(model, MODEL, "decode", b, 1, 8192)
 
@@ -190,6 +207,16 @@ def cases_between(model: str, kind: str) -> Iterator[Case]:
         yield Case(model, kind, "decode", point["b"], 1, point["context"], 2 ** point["doublings"], is_between=True)
     for point in draw(f"{what} prefill", 1, rows=(128, 4096), context=contexts):
         yield Case(model, kind, "prefill", 1, point["rows"], point["context"], is_between=True)
+
+
+def cases_of_long_rows(model: str) -> Iterator[Case]:
+    """Decode steps of long rows: all of them, one, few, and one of a size that nobody tunes for."""
+    kind, tp, context, contexts = LONG_STEPS[model]
+    for unequal in ("", ONE_LONG, ZIPF):
+        yield Case(model, kind, "decode", 48, 1, context, tp, unequal=unequal)
+    for point in draw(f"layer {model} long rows", 1, b=LONG_REQUESTS, context=contexts, unequal=(1, len(LENGTHS))):
+        unequal = LENGTHS[point["unequal"] - 1]
+        yield Case(model, kind, "decode", point["b"], 1, point["context"], tp, is_between=True, unequal=unequal)
 
 
 def fill_module(module: torch.nn.Module, o_proj: OutputProjection, g: torch.Generator) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cute_kernels.runtime.record import Cost
+from cute_kernels.sparse_mla.schedule import LEAST_HALVED, choose_splits, head_groups, may_halve, num_tiles
 from layers import PRESETS, AttentionOptions
 from layers.attention import DeepseekV4MultiHeadLatentAttentionWrapper
 from perf import layer, measure
@@ -42,9 +43,20 @@ def test_cases_are_named_apart_and_as_the_records_say() -> None:
             *(f"prefill {rows} ctx{context}" for rows in (512, 2048, 4096) for context in (0, 65536)),
         ]
     }
+    expected |= {
+        f"{step}{more}"
+        for step in ("v4-flash c128a decode b48 ctx131072", "v4-pro c4a decode b48 ctx16384 tp2")
+        for more in ("", " one-long", " zipf")
+    }
     expected |= {f"{model} model decode b{b} ctx8192" for model in ("v4-flash", "v4-pro") for b in (1, 8, 64)}
     assert set(names) == expected
     assert not {case.name.removesuffix(" between") for case in between} & expected
+    unequal = [case for case in between if case.unequal]
+    assert [(case.model, case.kind, case.phase) for case in unequal] == [
+        ("v4-flash", "c128a", "decode"),
+        ("v4-pro", "c4a", "decode"),
+    ]
+    between = [case for case in between if case not in unequal]
     slow = [case for case in between if 33 <= case.requests <= 47]
     assert [(case.model, case.phase, case.tp) for case in slow] == [(model, "decode", 1) for model in PRESETS]
     for model in ("v4-flash", "v4-pro"):
@@ -87,6 +99,28 @@ def test_lengths() -> None:
     # in one of four requests a step closes a group of four
     assert 48 <= sum(length % 4 == 0 for length in case.lengths()) <= 80
     assert Case("v4-flash", "swa", "prefill", 1, 512, 65536).lengths() == [66048]
+    one_long = Case("v4-flash", "c128a", "decode", 48, 1, 131072, unequal="one-long")
+    assert sorted(one_long.lengths()) == [8192] * 47 + [131072]
+    assert min(Case("v4-flash", "c128a", "decode", 48, 1, 9, unequal="zipf").lengths()) == 9
+
+
+@pytest.mark.parametrize(
+    "case", [case for model in PRESETS for case in layer.cases_of_long_rows(model)], ids=lambda c: c.name
+)
+def test_steps_of_long_rows_are_cut_in_halves(case: Case) -> None:
+    """By the shapes of their attention on an H200, and at least one row by its length."""
+    config, clusters = PRESETS[case.model], 132 // 2
+    heads, ratio = config.num_attention_heads // case.tp, layer.KINDS[case.kind]
+    entries = [length // ratio for length in case.lengths()]
+    width = config.index_topk if ratio == 4 else max(entries)
+    tiles = num_tiles(config.sliding_window) + num_tiles(width)
+    rows = case.tokens * head_groups(heads)
+    assert heads == 64
+    assert choose_splits(case.tokens, head_groups(heads), tiles, clusters) == 1
+    assert may_halve(rows, clusters, tiles)
+    longest = min(max(entries), width)
+    assert num_tiles(config.sliding_window) + num_tiles(longest) >= LEAST_HALVED
+    assert case.unequal == "" or min(entries) < width // 2
 
 
 def by_hand(kind: str) -> tuple[int, int]:
@@ -154,6 +188,8 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         Case("v4-flash", "c4a", "decode", 3, 2, 300),
         Case("v4-flash", "c4a", "prefill", 1, 12, 200),
         Case("v4-flash", "c128a", "decode", 2, 1, 300),
+        Case("v4-flash", "c128a", "decode", 3, 1, 1000, unequal="zipf"),
+        Case("v4-pro", "c4a", "decode", 3, 1, 1000, unequal="one-long"),
         Case("v4-pro", "c128a", "prefill", 1, 12, 0),
     ],
     ids=lambda case: case.name,
