@@ -188,6 +188,8 @@ class _Case:
     dense      whether a block table names its rows
     lengths    lengths of the first list, by request in turn; "by token" and "none" are the other forms
     partial    whether the result is fp32, without a sink
+    long       rows whose second list is whole, beside short ones; 0: its lengths are as the first one's, by token if it
+               is dense
     """
 
     heads: int
@@ -204,6 +206,7 @@ class _Case:
     split_tokens: int = 0
     partial: bool = False
     long_rows: str = "auto"
+    long: int = 0
 
     def _lengths(self, columns: int, g: torch.Generator) -> torch.Tensor | None:
         if isinstance(self.lengths, tuple):
@@ -219,14 +222,21 @@ class _Case:
         rows = self.rows[1]
         pages = max(4, 2 * self.extra // rows)
         pool = _pool(self.second, pages, rows, g)
+        long_and_short = None
+        if self.long:
+            long_and_short = torch.randint(0, self.extra // 8, (self.b,), generator=g, dtype=torch.int32)
+            long_and_short[:: self.b // self.long] = self.extra
         if not self.dense:
             slots = _slots((self.b, self.s_q, self.extra), pages * rows, g)
-            return pool, slots, self._lengths(self.extra, g), None, None
+            given = self._lengths(self.extra, g) if long_and_short is None else long_and_short
+            return pool, slots, given, None, None
         table = torch.randint(0, pages - 1, (self.b, -(-self.extra // rows)), generator=g, dtype=torch.int32)
         table[0, ::3] = -1
         table[-1, -1:] = pages
         visible = torch.randint(-3, self.extra + 9, (self.b, self.s_q), generator=g, dtype=torch.int32)
         visible[0] = self.extra
+        if long_and_short is not None:
+            visible = long_and_short[:, None].repeat(1, self.s_q)
         return pool, None, None, table, visible
 
     def example(self, name: str) -> Example:
@@ -335,13 +345,15 @@ _ROWS = {
 """Rows that choose the kernel of up to 16 heads."""
 
 _HALVES = {
-    f"48 rows of {heads} heads, {lists}, in halves": _Case(
-        heads, b=48, extra=700, lengths=(128, 70, 0), long_rows="halves", **_LISTS[lists]
+    f"48 rows of {heads} heads, {long} of them long, {lists}, in halves": _Case(
+        heads, b=48, extra=1000, lengths=(128, 70, 0), long_rows="halves", long=long, **_LISTS[lists]
     )
     for heads in (32, 64)
     for lists in ("window and picks", "window and pages")
+    for long in (3, 24)
 }
-"""Fewer rows than Hopper's decode takes at a time, in one split, of up to 13 tiles."""
+"""Fewer rows than Hopper's decode takes at a time, in one split; long ones have 16 to 18 tiles. On a GPU of 132
+multiprocessors there are clusters to help with three of them, and not with 24."""
 
 
 def decode() -> Iterator[Example]:

@@ -14,7 +14,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.models import MODELS
 from cute_kernels.runtime.arch import small_grids
-from cute_kernels.sparse_mla import combine, launch, ops, schedule, select
+from cute_kernels.sparse_mla import combine, launch, ops, schedule, select, verify_cases
 from cute_kernels.sparse_mla.call import DecodeCall
 from cute_kernels.sparse_mla.hopper import decode_halves
 from cute_kernels.sparse_mla.hopper.decode import DecodeKey
@@ -191,3 +191,23 @@ def test_deployments(model: str, tp: int) -> None:
         (key.second, key.quantized, key.raw) for key in keys if not key.out_fp32 and key.format0 == key.format1 == FP8
     }
     assert halved == ({kind for kind in whole if kind[0] != "none"} if heads > 16 else set())
+
+
+@pytest.mark.parametrize("second", [DENSE, LISTED])
+@pytest.mark.parametrize("heads", [32, 64])
+def test_verified_calls_have_rows_to_cut(heads: int, second: str) -> None:
+    """As many as there are clusters to help, and more, with either kind of second list."""
+    long_rows = []
+    for example in verify_cases.decode():
+        call = DecodeCall(*example.args)
+        if call.long_rows == "halves" and (call.q.shape[2], call.extra) == (heads, second):
+            assert call.is_halved(CLUSTERS, 1)
+            lengths = call.extra_topk_length if call.extra_length is None else call.extra_length[:, 0]
+            assert lengths is not None
+            assert call.topk_length is not None
+            rows = zip(call.topk_length.tolist(), lengths.tolist(), strict=True)
+            tiles = [sum(map(schedule.num_tiles, row)) for row in rows]
+            long_rows.append(sum(count >= schedule.LEAST_HALVED for count in tiles))
+    helpers = CLUSTERS - 48
+    assert min(long_rows) > 0
+    assert min(long_rows) <= helpers < max(long_rows)
