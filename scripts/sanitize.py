@@ -147,6 +147,13 @@ ACCEPTED = (
         ),
         f"{ONE_LANE}, and votes on what lanes have read before one of them changes it{IN_ANY_ORDER} and a vote keeps",
     ),
+    # the first words of a header, and a stage of KV that the first half's O comes back to
+    Accepted(
+        "racecheck",
+        "sparse_mla_decode_h[36]*_halves",
+        ("LDS.64, STS.128", "STS.128, UBLKCP.S.G"),
+        f"{ONE_LANE}: dequantizers fill a stage, PV lets go of it{IN_ANY_ORDER}",
+    ),
     # records, their scales and headers, maxima, sums, and what PV is told of a tile
     Accepted(
         "racecheck",
