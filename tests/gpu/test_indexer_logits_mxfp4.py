@@ -232,6 +232,17 @@ def test_nan_scales_and_weights() -> None:
     assert torch.equal(got[~is_nan], first[~is_nan])
 
 
+def test_weights_that_are_large() -> None:
+    """Up to 2^103.5 times what e4m3 codes make of a head, with codes so small that sums stay fp32 numbers."""
+    data = Data.make(15, 16, 195, seed=9)
+    data.q &= 0x99
+    data.q_scale.fill_(0x78787878)
+    data.w *= torch.linspace(112, 116.5, 15, device="cuda").exp2()[:, None] / data.w.abs().clamp(min=0.5)
+    data.k_scale.view(torch.uint8)[:] -= 40
+    check(data, *whole_range(15, 195))
+    check_paged(data, [13] * 15, int32([13] * 15)[:, None])
+
+
 @pytest.mark.parametrize("kind", ["near", "some"])
 def test_bits_do_not_depend_on_the_batch(kind: str) -> None:
     """The score of a row and a key is the same in every group, block, call and op, whatever rows are beside it."""

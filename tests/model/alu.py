@@ -59,6 +59,7 @@ FLOATS: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
+    "mul.sat": lambda x, y: np.clip(np.nan_to_num(np.multiply(x, y), nan=0.0, posinf=1.0, neginf=0.0), F32(0), F32(1)),
     "max": lambda *x: np.fmax(np.fmax(x[0], x[1]), x[-1]),
     "min": lambda *x: np.fmin(np.fmin(x[0], x[1]), x[-1]),
     "max.NaN": lambda *x: np.maximum(np.maximum(x[0], x[1]), x[-1]),
@@ -77,7 +78,7 @@ FLOATS: dict[str, Callable[..., Any]] = {
 
 @instruction("ex2", "lg2", "rcp", "sqrt", "rsqrt", "fma.rn.f32", "fma.rn.ftz.f32", "fma.rz.f32", "div.full", "div.rn")
 def _float(op: Op) -> Run:
-    name = op.parts[0] + (".NaN" if "NaN" in op.parts else "")
+    name = op.parts[0] + "".join(f".{part}" for part in ("NaN", "sat") if part in op.parts)
     operands = registers((op.source(i) for i in range(1, len(op.args))), ".view(c1)")
     return computes(op.target(), f"c0({operands}).view(c2)", flushed(op, FLOATS[name]), F32, U32)
 

@@ -394,3 +394,9 @@ def multiply_f16x2(a: Any, b: Any) -> Any:
 def relu(a: Any) -> Any:
     """sm_80 and up. The number if it is positive, else 0; NaN stays NaN."""
     return inline_ptx("max.NaN.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Float32], read_only_args=[Float32(a)])
+
+
+def multiply_saturated(a: Any, b: Any) -> Any:
+    """sm_70 and up. a * b, nearest even, but 0 if that is less, or NaN, and 1 if it is more. On Hopper this has twice
+    the rate of a maximum."""
+    return _binary_f32("mul.rn.sat", a, b)

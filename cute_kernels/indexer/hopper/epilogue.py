@@ -44,9 +44,12 @@ class RowState(NamedTuple):
 class Epilogue:
     """The epilogue of one thread.
 
-    own      which of a tile's keys is its
-    out      address of the scores; out_stride in bytes
-    policy   of L2 for the scores, if it is not the usual one
+    own            which of a tile's keys is its
+    out            address of the scores; out_stride in bytes
+    policy         of L2 for the scores, if it is not the usual one
+    bound          a power of two that all products are below, if none can be NaN, or 0: every second one then counts
+                   as a share of it, for which relu is a multiplication, so that two pipes have half of these each
+    pairs_halves   whether the thread stores, of a single row, one key in half lane % 2 of a tile of 128
     """
 
     config: Any
@@ -59,6 +62,8 @@ class Epilogue:
     lane: Any
     own: Any
     policy: Any = None
+    bound: float = 0.0
+    pairs_halves: bool = False
 
     @property
     def rows(self) -> int:
@@ -91,10 +96,11 @@ class Epilogue:
         source = smem.weights + query_stage * (config.columns * 4)
         for eight in range_constexpr(config.columns // 8):
             pair = ptx.load_shared_f32x2(source + (eight * 8 + self.lane % 4 * 2) * 4)
-            weights[2 * eight], weights[2 * eight + 1] = pair
+            for i in range_constexpr(2):
+                weights[2 * eight + i] = pair[i] * Float32(self.bound) if const_expr(self.is_share(i)) else pair[i]
         request, first_row = groups.coords(group, config.rows)
         for i in range_constexpr(self.held * config.accumulators):
-            row = 2 * i + (self.lane & 1)
+            row = Int32(0) if const_expr(self.pairs_halves) else 2 * i + (self.lane & 1)
             is_row = (row < config.rows) & (first_row + row < groups.count)
             place = smem.windows + (query_stage * 2 * config.rows + (row if is_row else Int32(0))) * 4
             start: Any = 0
@@ -142,6 +148,11 @@ class Epilogue:
     @cute.jit
     def add_heads(self, index: cutlass.Constexpr, products: cute.Tensor, weights: cute.Tensor) -> Any:
         """Sums over heads: of rows lane % 2, lane % 2 + 2, ... of accumulator `index`, for the thread's key."""
+        return self.reduce_quad(self.sum_heads(index, products, weights))
+
+    @cute.jit
+    def sum_heads(self, index: cutlass.Constexpr, products: cute.Tensor, weights: cute.Tensor) -> Any:
+        """Sums over the thread's heads, for every row its two keys."""
         eights = self.config.heads // 8
         first = index * (self.rows * 2 * eights)
         sums = [[Float32(0.0)] * 2 for _ in range(self.rows)]
@@ -149,26 +160,35 @@ class Epilogue:
             for row in range_constexpr(self.rows):
                 column = row * eights + i // 2
                 for half in range_constexpr(2):
-                    product = ptx.relu(products[column * 4 + half * 2 + i % 2])
+                    product = self.relu(products[column * 4 + half * 2 + i % 2], i)
                     weight = weights[first + row * 2 * eights + i]
                     if const_expr(i == 0):
                         sums[row][half] = ptx.mul_rn(product, weight)
                     else:
                         sums[row][half] = ptx.fma_rn(product, weight, sums[row][half])
-        return self.reduce_quad(sums)
+        return sums
+
+    def is_share(self, number: int) -> bool:
+        """Whether products of the thread's head of that number count as shares of `bound`."""
+        return self.bound > 0 and number % 2 == 0
+
+    def relu(self, product: Any, number: int) -> Any:
+        """Of a product, or of its share."""
+        if not self.is_share(number):
+            return ptx.relu(product)
+        return ptx.multiply_saturated(product, Float32(1.0 / self.bound))
 
     @cute.jit
     def reduce_quad(self, sums: Any) -> Any:
-        """Sums over four lanes of what each has of every row's two keys."""
+        """Sums over four lanes of what each has of two keys of every row, or of every half of one."""
         is_upper, is_odd = self.lane & 2 != 0, self.lane & 1 != 0
         rows = []
-        for row in range_constexpr(self.rows):
-            low, high = sums[row]
+        for low, high in sums:
             got = cute.arch.shuffle_sync_bfly(low if is_upper else high, 2)
             rows.append(ptx.add_rn(high if is_upper else low, got))
         totals = []
-        for i in range_constexpr(0, self.rows, 2):
-            if const_expr(i + 1 < self.rows):
+        for i in range_constexpr(0, len(rows), 2):
+            if const_expr(i + 1 < len(rows)):
                 even, odd = rows[i], rows[i + 1]
                 got = cute.arch.shuffle_sync_bfly(even if is_odd else odd, 1)
                 totals.append(ptx.add_rn(odd if is_odd else even, got))

@@ -26,7 +26,7 @@ how long a call of few requests takes (perf/notes/logits.md), so producer warps 
 
 Products of four rows are in two accumulators. While the tensor cores multiply one, the threads add up the other, from
 tile to tile; but products that are under way must not cross the end of a loop (see dsl.wgmma), so a round of the
-mainloop takes two tiles.
+mainloop takes two or three tiles.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float8E4M3FN, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
@@ -76,6 +77,10 @@ from cute_kernels.runtime.compile import KernelKey
 STAGES = {1: 12, 2: 8, 3: 8, 4: 8}
 """Of the ring of keys, by the rows of a group, or a few more, so that a stage is always of the same warpgroup. Why so
 many: perf/notes/logits.md."""
+
+TILES_OF_ROUND = 3
+"""Of the mainloop for two accumulators where keys lie in pages. At a round's end the warpgroup has nothing to multiply.
+For contiguous keys, of which the assembler makes other code, two in one function are faster."""
 
 MANY_COLUMNS = 192
 """Of products, from which on a thread needs more registers than its share of a multiprocessor's."""
@@ -237,32 +242,85 @@ class Consumer:
                     for i in range_constexpr(2):
                         wgmma.multiply(*mma, products[i], 0, k, q, stage, query_stage * 2 + i)
                     stage, phase = advance(stage, phase, config)
-                    after = wait_key_tile(bars.keys, self.smem.headers, stage, phase)
-                    if after.group < 0:
-                        is_running = Int32(0)
-                        for i in range_constexpr(2):
-                            wgmma.wait(1 - i)
-                            self.epilogue.store_products(i, products[i], rows, tile, scale)
-                        release(bars, tile, query_stage, lane)
+                    if const_expr(epilogue.paged):
+                        state = group, stage, phase
+                        is_running, group, stage, phase = self.score_chain(
+                            TILES_OF_ROUND - 1, products, rows, tile, scale, query_stage, *state
+                        )
                     else:
-                        is_new = after.group != group
-                        if is_new:
-                            self.wait_queries(after)
-                        next_query_stage, _ = shared_query_stage(after.turn)
-                        next_scale = self.load_scale(stage)
-                        for i in range_constexpr(2):
-                            wgmma.wait(1)
-                            self.epilogue.store_products(i, products[i], rows, tile, scale)
-                            wgmma.multiply(*mma, products[i], 0, k, q, stage, next_query_stage * 2 + i)
-                        release(bars, tile, query_stage, lane)
-                        if is_new:
-                            group = after.group
-                            self.epilogue.load_rows(rows, group, next_query_stage)
-                        for i in range_constexpr(2):
-                            wgmma.wait(1 - i)
-                            self.epilogue.store_products(i, products[i], rows, after, next_scale)
-                        release(bars, after, next_query_stage, lane)
-                        stage, phase = advance(stage, phase, config)
+                        after = wait_key_tile(bars.keys, self.smem.headers, stage, phase)
+                        if after.group < 0:
+                            is_running = Int32(0)
+                            self.finish(products, rows, tile, scale, query_stage)
+                        else:
+                            is_new = after.group != group
+                            if is_new:
+                                self.wait_queries(after)
+                            next_query_stage, _ = shared_query_stage(after.turn)
+                            next_scale = self.load_scale(stage)
+                            for i in range_constexpr(2):
+                                wgmma.wait(1)
+                                self.epilogue.store_products(i, products[i], rows, tile, scale)
+                                wgmma.multiply(*mma, products[i], 0, k, q, stage, next_query_stage * 2 + i)
+                            release(bars, tile, query_stage, lane)
+                            if is_new:
+                                group = after.group
+                                self.epilogue.load_rows(rows, group, next_query_stage)
+                            self.finish(products, rows, after, next_scale, next_query_stage)
+                            stage, phase = advance(stage, phase, config)
+
+    @cute.jit
+    def score_chain(
+        self,
+        left: cutlass.Constexpr,
+        products: Any,
+        rows: RowState,
+        tile: KeyTile,
+        scale: Any,
+        query_stage: Any,
+        group: Any,
+        stage: Any,
+        phase: Any,
+    ) -> tuple[Any, Any, Any, Any]:
+        """Add up a tile that is being multiplied, and while that is done multiply the next one, which then counts as
+        the tile, `left` times. Returns whether there may be more tiles, the last one's group, and where the next one
+        comes: stage and phase, which are those of the one after `tile` at first."""
+        bars, epilogue, lane = self.bars, self.epilogue, self.epilogue.lane
+        is_running = Int32(1)
+        after = wait_key_tile(bars.keys, self.smem.headers, stage, phase)
+        if after.group < 0:
+            is_running = Int32(0)
+            self.finish(products, rows, tile, scale, query_stage)
+        else:
+            is_new = after.group != group
+            if is_new:
+                self.wait_queries(after)
+            next_query_stage, _ = shared_query_stage(after.turn)
+            next_scale = self.load_scale(stage)
+            for i in range_constexpr(2):
+                wgmma.wait(1)
+                epilogue.store_products(i, products[i], rows, tile, scale)
+                wgmma.multiply(*self.mma, products[i], 0, self.k, self.q, stage, next_query_stage * 2 + i)
+            release(bars, tile, query_stage, lane)
+            if is_new:
+                group = after.group
+                epilogue.load_rows(rows, group, next_query_stage)
+            stage, phase = advance(stage, phase, self.config)
+            if const_expr(left > 1):
+                is_running, group, stage, phase = self.score_chain(
+                    left - 1, products, rows, after, next_scale, next_query_stage, group, stage, phase
+                )
+            else:
+                self.finish(products, rows, after, next_scale, next_query_stage)
+        return is_running, group, stage, phase
+
+    @cute.jit
+    def finish(self, products: Any, rows: RowState, tile: KeyTile, scale: Any, query_stage: Any) -> None:
+        """Add up a tile that is being multiplied."""
+        for i in range_constexpr(2):
+            wgmma.wait(1 - i)
+            self.epilogue.store_products(i, products[i], rows, tile, scale)
+        release(self.bars, tile, query_stage, self.epilogue.lane)
 
     def load_scale(self, stage: Any) -> Any:
         """That of the thread's key of a tile."""

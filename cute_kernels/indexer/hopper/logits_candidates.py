@@ -294,6 +294,15 @@ class CandidateConfig(LogitsConfig):
     fences_keys: ClassVar[bool] = True
 
 
+@dataclass(frozen=True)
+class CandidateMxfp4Config(Mxfp4Config):
+    """Of MXFP4 keys that a warp's lanes copy, where all warps have as many registers."""
+
+    @property
+    def warpgroups(self) -> int:
+        return 3
+
+
 class CandidateLogitsKernel:
     """Entry point: (weights, address of the queries and their strides in bytes, by request, row and head;
     requests, rows of a request; addresses of key 0 and its scale, strides of contiguous keys and of pages in bytes,
@@ -498,7 +507,7 @@ class CandidateLogitsKey(KernelKey):
 
     @property
     def config(self) -> Any:
-        return (Mxfp4Config if self.mxfp4 else CandidateConfig)(self.heads, 1, CANDIDATE_BLOCK)
+        return (CandidateMxfp4Config if self.mxfp4 else CandidateConfig)(self.heads, 1, CANDIDATE_BLOCK)
 
     @property
     def smem_bytes(self) -> int:

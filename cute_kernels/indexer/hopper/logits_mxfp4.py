@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """MXFP4 scores on Hopper (mqa_logits, paged_mqa_logits): e2m1 codes multiplied as e4m3 ones.
 
-    warps 0 ..     2 or 3 consumer warpgroups: dequantization, wgmma, epilogue; each has every second (third) tile
-    then 2 or 3    producer warps, one for each consumer warpgroup (producer.py); of keys that have come they prepare
+    warps 0 ..     2 to 4 consumer warpgroups: dequantization, wgmma, epilogue; each has every second (third, fourth)
+                   tile
+    then 2 to 4    producer warps, one for each consumer warpgroup (producer.py); of keys that have come they prepare
                    the scales
     then 1         fill warp: writes -inf where a row sees no key, if that is wanted (params.Fill)
 
@@ -24,7 +25,8 @@ free as long as queries agree: a lane has one scale block of two keys, which it 
 with two instructions and whose scales it applies with one table look-up each.
 
 Scores of far rows, be it a key or one of a query row's heads, come from products of single warps, whose scale blocks
-are summed apart and scaled one by one. Which way a score comes depends on its row and its key alone.
+are summed apart and scaled one by one. So do those of heads whose weight times their row's scale is 2^103 or more, of
+which BOUND times as much is no fp32 number. Which way a score comes depends on its row and its key alone.
 """
 
 from __future__ import annotations
@@ -77,12 +79,12 @@ HALVES = 2
 STAGES = {1: 12, 2: 12, 3: 6, 4: 6}
 """Of the ring of keys, by the rows of a group; for more rows there is room for fewer, and they need fewer."""
 
-WARPGROUPS = {1: 3, 2: 3, 3: 2, 4: 2}
-"""Of consumers, each of which has every third or second tile."""
+WARPGROUPS = {1: 4, 2: 3, 3: 2, 4: 2}
+"""Of consumers, each of which has every fourth, third or second tile."""
 
-REGISTERS: dict[int, tuple[int, ...]] = {1: (), 2: (56, 152), 3: (56, 224), 4: (56, 224)}
-"""Per thread, of producer and fill warps and of consumers, where they have different ones: then the CTA has whole
-warpgroups, and together they have what they were launched with."""
+REGISTERS = {1: (40, 96), 2: (56, 152), 3: (56, 224), 4: (56, 224)}
+"""Per thread, of producer and fill warps and of consumers. The CTA has whole warpgroups, and together they have what
+they were launched with."""
 
 REGISTERS_BESIDE_LESS = (40, 232)
 """Of 256 columns, where producer warps have least to do."""
@@ -101,6 +103,12 @@ LARGEST = 6
 """Exponent that the scale block of a row with the largest scale gets in e4m3."""
 
 RAISED = 2.0**-LARGEST
+
+BOUND = 2.0**25
+"""Of the products of two rows' codes: 128 times 384 times 384 is less, and no code is NaN."""
+
+LARGE, INFINITE = 0x73000000, 0x7F800000
+"""Bits of 2^103, BOUND times which is no fp32 number, and of infinity."""
 
 SCALE_BLOCKS = 4
 """Of a row, with a scale each; lane i of every four has scale block i % 4."""
@@ -154,7 +162,7 @@ class Mxfp4Config:
         return self.columns
 
     @property
-    def registers(self) -> tuple[int, ...]:
+    def registers(self) -> tuple[int, int]:
         return REGISTERS_BESIDE_LESS if self.columns == 256 and self.box == KEY_TILE else REGISTERS[self.rows]
 
     @property
@@ -418,13 +426,16 @@ def decode_heads(line: Any, codes: Any, scales: Any, below: Any, weights: Any, t
     else 0."""
     lane = cute.arch.lane_idx()
     rows = decode_into(line, codes, scales, table)
+    is_far = rows.far != 0
     for row in range_constexpr(2):
         ptx.store_shared_8(below + row * 32 + lane, rows.below >> (16 * row))
         if lane % 4 == 0:
             weight = weights + (row * 8 + lane // 4) * 4
-            scale = row_scale(upper_or_lower(rows.largest, 16 * row))
-            ptx.store_shared_f32(weight, ptx.load_shared_f32(weight) * scale)
-    return Int32(1) if cute.arch.vote_any_sync(rows.far != 0) else Int32(0)
+            scaled = ptx.load_shared_f32(weight) * row_scale(upper_or_lower(rows.largest, 16 * row))
+            ptx.store_shared_f32(weight, scaled)
+            bits = scaled.bitcast(Int32) & 0x7FFFFFFF
+            is_far = is_far | ((bits >= LARGE) & (bits < INFINITE))
+    return Int32(1) if cute.arch.vote_any_sync(is_far) else Int32(0)
 
 
 def upper_or_lower(word: Any, shift: Any) -> Any:
@@ -482,7 +493,7 @@ class Consumer:
         """Score the warpgroup's tiles."""
         config, bars, smem, mma, q = self.config, self.bars, self.smem, self.mma, self.q
         warpgroup, warp, lane = self.warpgroup, self.warp, self.epilogue.lane
-        held = self.epilogue.held
+        held, pairs_halves = self.epilogue.held, self.epilogue.pairs_halves
         products = wgmma.accumulators(mma[0], KEY_TILE, config.columns)
         keys, words = wgmma.row_registers(mma[0], Float8E4M3FN)
         rows = self.epilogue.allocate()
@@ -513,15 +524,19 @@ class Consumer:
                         self.decode_keys(words, first)
                         own_rows, _ = load_scales(smem.scales + (first + warp * STRIP) * 4, smem.table)
                         is_far_key = upper_or_lower(own_rows.far, (lane & 2) * 8) != 0
-                        found = Int32(-1) if is_far_key else far_rows >> (lane & 1)
+                        found = Int32(-1) if is_far_key else far_rows >> (Int32(0) if pairs_halves else lane & 1)
                         sums = self.add_far(words, own_rows, query_stage, decoded)
                         wanted = [found >> 2 * i & 1 != 0 for i in range(held)]
+                        if const_expr(pairs_halves):
+                            wanted = [wanted[0] & (lane & 1 == half)]
                         self.epilogue.store(0, sums, rows, tile, self.load_scale(first), wanted, half)
                         far |= (found & 0xFF) << half * 8
+                sums = []
                 for half in range_constexpr(HALVES):
                     first = (stage * HALVES + half) * KEY_TILE
                     self.decode_keys(words, first)
-                    scale = self.load_scale(first)
+                    own_half = lane & 1 if const_expr(pairs_halves) else Int32(half)
+                    scale = self.load_scale((stage * HALVES + own_half) * KEY_TILE)
                     if const_expr(half == HALVES - 1):
                         cute.arch.sync_warp()
                         # asking for the scale, which is never that NaN, makes the arrival wait until it has come
@@ -529,9 +544,12 @@ class Consumer:
                             cute.arch.mbarrier_arrive(bars.keys.empty(stage))
                     wgmma.multiply_registers(*mma, products, keys, q, warpgroup)
                     wgmma.wait(0)
-                    is_near = [far >> (2 * i + half * 8) & 1 == 0 for i in range(held)]
-                    totals = self.epilogue.add_heads(0, products, rows.weights)
-                    self.epilogue.store(0, totals, rows, tile, scale, is_near, half)
+                    sums += self.epilogue.sum_heads(0, products, rows.weights)
+                    if const_expr(half == HALVES - 1 or not pairs_halves):
+                        is_near = [far >> (2 * i + own_half * 8) & 1 == 0 for i in range(held)]
+                        totals = self.epilogue.reduce_quad(sums)
+                        self.epilogue.store(0, totals, rows, tile, scale, is_near, own_half)
+                        sums = []
                 if (lane == 0) & (tile.tagged_key & LAST_OF_GROUP != 0):
                     cute.arch.mbarrier_arrive(bars.queries.empty(query_stage))
                 stage, phase = advance(stage, phase, config)
@@ -758,8 +776,7 @@ class Mxfp4LogitsKernel:
         wgmma.overwrite(mma)
         wgmma.accumulate(mma_more)
         if warp >= producer_warp:
-            if const_expr(len(config.registers) > 0):
-                cute.arch.setmaxregister_decrease(config.registers[0])
+            cute.arch.setmaxregister_decrease(config.registers[0])
             if warp < fill_warp:
                 role = cute.arch.make_warp_uniform(warp - producer_warp)
                 preparer = ScalePreparer(config, bars, smem, smem.progress + role * 8)
@@ -776,14 +793,15 @@ class Mxfp4LogitsKernel:
                 fill = Fill(self.paged, groups, windows, out, out_stride)
                 fill.run(cute.arch.block_idx()[0], cute.arch.grid_dim()[0])
         else:
-            if const_expr(len(config.registers) > 0):
-                cute.arch.setmaxregister_increase(config.registers[1])
+            cute.arch.setmaxregister_increase(config.registers[1])
             lane = thread % WARP
             warpgroup = cute.arch.make_warp_uniform(thread // wgmma.WARPGROUP)
             own_warp = cute.arch.make_warp_uniform(thread % wgmma.WARPGROUP // WARP)
             sign = sign_of(smem.table)
             own = own_warp * STRIP + lane // 4 + (lane & 2) * 4
-            epilogue = Epilogue(config, self.paged, groups, windows, smem, out, out_stride, lane, own)
+            place = out, out_stride, lane, own
+            sums: dict[str, Any] = {"bound": BOUND, "pairs_halves": config.rows == 1}
+            epilogue = Epilogue(config, self.paged, groups, windows, smem, *place, **sums)
             consumer = Consumer(config, warpgroup, own_warp, bars, smem, epilogue, (mma, mma_more), q, sign)
             consumer.run()
 
