@@ -134,7 +134,7 @@ class ConvertMixedKey(KernelKey):
 
     kernel_name: ClassVar[str] = "sparse_mla.convert_mixed"
     tuning: ClassVar[tuple[str, ...]] = ("rows",)
-    rows: int = 8
+    rows: int = 2
 
     @property
     def instructions(self) -> tuple[str, ...]:

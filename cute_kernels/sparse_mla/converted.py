@@ -17,9 +17,10 @@ LEAST_HEADS = 33
 """Where there is a kernel over converted rows. For fewer heads codes are the operand that needs no conversion ahead
 (prefill_mixed_swap_ab)."""
 
-CONVERT_US, ROW_BYTES_PER_US, TILE_US = 2.5, 4.2e6, 0.3
-"""What is_converted_faster reckons with on an H200: microseconds of converting beside what it moves; the rate of rows,
-in and out; what the kernel gains on a tile of 64 keys (perf/log/prefill_mixed.md)."""
+ROUND_US, TILE_US, TILE_US_PER_ROW, ROW_BYTES_PER_US = 0.2, 0.3, 4.6e-7, 5e6
+"""What is_converted_faster reckons with on an H200: microseconds that the kernel over converted rows loses on a round
+of work tiles and gains on a tile of 64 keys, less for each row of the caches, as f16 rows are twice as many bytes to
+read; the rate of rows that are converted, in and out (perf/log/prefill_mixed.md)."""
 
 
 @lru_cache(maxsize=4096)
@@ -31,5 +32,6 @@ def is_converted_faster(cache_rows: int, rows: int, heads: int, tiles: int, sms:
     tiles        of the longest row that the width of the lists allows
     sms          multiprocessors
     """
-    gain = -(-rows * head_groups(heads) // sms) * tiles * TILE_US
-    return gain > CONVERT_US + cache_rows * (CONVERTED_ROW_BYTES + HEAD_DIM) / ROW_BYTES_PER_US
+    gain = tiles * (TILE_US - cache_rows * TILE_US_PER_ROW) - ROUND_US
+    rounds = -(-rows * head_groups(heads) // sms)
+    return rounds * gain > cache_rows * (CONVERTED_ROW_BYTES + HEAD_DIM) / ROW_BYTES_PER_US

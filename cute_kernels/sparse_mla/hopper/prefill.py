@@ -11,8 +11,8 @@ kv, which are both K and V. Warpgroups of a CTA:
     indices  gmem --cp.async--> lists, AHEAD tiles ahead --> producer
     KV       gmem --cp.async--> KV ring [3 tiles, swizzled] ------------+-------------------------+
                                                                         |                         |
-    Q        gmem --cp.async--+-> a stage of the KV ring -> registers --+--wgmma--> S             |
-                              +-> q ------------------------------------+           v softmax     |
+    Q        gmem --cp.async--> a stage of the KV ring -> registers, q -+--wgmma--> S             |
+                                                                        |           v softmax     |
                                                                    p ring, factors, target --wgmma--> O
                                                                                                       |
     out      gmem <-- registers (dsl/wgmma.store_bf16, or codes: quant_output) <----------------------+
@@ -21,8 +21,8 @@ kv, which are both K and V. Warpgroups of a CTA:
     kv       all rows of a tile or of queries, the header     PV warps are done with a tile, QK warps with queries
     p        QK warps have stored P, factors and the target   PV warps are done with them
 
-What begins a work tile is a stage of its queries: of these QK holds HELD columns in registers and releases the stage;
-the others stay in memory of their own, `q`, until the work tile's last product (barrier q_done).
+What begins a work tile is a stage of its queries: of these QK takes HELD columns to registers and moves the others to
+memory of their own, `q`, which only QK warps meet in; then it releases the stage.
 
 The 512 columns of a tile, or of queries, are cut into slabs of 64: a slab is [64 rows, 128 bytes] of bf16, in the
 layout of the 128-byte swizzle: 16-byte chunk c of row r lies at chunk c ^ (r % 8). perf/notes/prefill.md has why,
@@ -50,7 +50,7 @@ from cute_kernels.dsl.transforms import HALF_TABLE_BYTES, rotate_pair
 from cute_kernels.formats import HEAD_DIM, ROPE_DIM
 from cute_kernels.kv_cache.query_norm import inverse_rms
 from cute_kernels.runtime.compile import KernelKey
-from cute_kernels.sparse_mla.hopper.prefill_codes import load_codes
+from cute_kernels.sparse_mla.hopper.prefill_codes import SOFTMAX_BARRIER, load_codes
 from cute_kernels.sparse_mla.hopper.prefill_index_loader import (
     AHEAD,
     COPIED_ROWS,
@@ -155,7 +155,7 @@ SWIZZLED = ("kv", "q", "p")
 """Parts of shared memory that tensor cores read: 1024-byte aligned."""
 
 
-BARRIERS = 2 * (KV_STAGES + P_STAGES) + 1
+BARRIERS = 2 * (KV_STAGES + P_STAGES)
 
 
 class Smem(NamedTuple):
@@ -197,24 +197,20 @@ class Bars:
     kv       full: all rows of a stage are there, and the header. empty: PV warps are done with a tile, or QK warps with
              queries
     p        full: QK warps have stored a tile's P. empty: PV warps are done with it
-    q_done   QK warps are done with the work tile's queries in shared memory
     """
 
     kv: barriers.Ring
     p: barriers.Ring
-    q_done: Any
 
     @classmethod
     def allocate(cls, smem: SmemAllocator) -> Bars:
-        kv, p = (barriers.Ring.allocate(smem, stages) for stages in (KV_STAGES, P_STAGES))
-        return cls(kv, p, smem.allocate_array(Int64, 1))
+        return cls(*(barriers.Ring.allocate(smem, stages) for stages in (KV_STAGES, P_STAGES)))
 
     def initialize(self) -> None:
         """By one thread; the CTA synchronizes afterwards."""
         # every producer thread, as its copies are there, and one of each warp for the header
         self.kv.initialize(PRODUCER_WARPS * (32 + 1), 2 * 4)
         self.p.initialize(4, 2 * 4)
-        cute.arch.mbarrier_init(self.q_done, 4)
         cute.arch.mbarrier_init_fence()
 
 
@@ -232,8 +228,7 @@ class Producer:
     """The producer warpgroup: copies a work tile's queries, then its tiles of kv.
 
     A warp does 16 rows of every stage, 4 at a time: 8 lanes copy the 128 bytes of a slab's row, all slabs one after the
-    other. Rows that nobody selects become zeros. Its cursor keeps the work tile whose queries come next, and the parity
-    of the phase that has to be complete for those that stay in shared memory.
+    other. Rows that nobody selects become zeros. Its cursor keeps the work tile whose queries come next.
 
     waits_late   the kernel ahead makes the rows, and lets this one start when all kernels before it have ended: only
                  the producer waits for it, ahead of its first rows
@@ -253,7 +248,7 @@ class Producer:
         loader.start()
         if const_expr(self.waits_late):
             cute.arch.griddepcontrol_wait()
-        loader.keep(loader.scheduler.first, Int32(1))
+        loader.keep(loader.scheduler.first)
         flags = Int32(0)
         stage, phase = barriers.start()
         while flags & END == 0:
@@ -279,20 +274,16 @@ class Producer:
         """Give the queries of the kept work tile, and keep the next one."""
         smem, loader = self.smem, self.loader
         self.fill_queries(smem.kv + stage * KV_STAGE_BYTES)
-        work_tile, parity = ptx.load_shared_64(loader.cursor + KEPT_AT)
+        work_tile = ptx.load_shared_s32(loader.cursor + KEPT_AT)
         if (loader.own_warp() == 0) & (own_lane() == 0):
             ptx.store_shared_s32(smem.header + stage * HEADER, work_tile)
         Producer.arrive_full(self, stage)
-        loader.keep(work_tile + loader.scheduler.step, parity ^ 1)
+        loader.keep(work_tile + loader.scheduler.step)
 
     @cute.jit
     def fill_queries(self, stage_at: Any) -> None:
-        """Start to copy the warp's share of the queries of the kept work tile, those that are held to a stage."""
-        smem, loader = self.smem, self.loader
-        self.copy_queries_async(stage_at, query_slabs(self.q)[: HELD // SLAB])
-        # the work tile before is done with those in shared memory
-        ptx.wait_mbarrier(self.bars.q_done.toint(), ptx.load_shared_s32(loader.cursor + KEPT_AT + 4))
-        self.copy_queries_async(smem.q, query_slabs(self.q)[HELD // SLAB :])
+        """Start to copy the warp's share of the queries of the kept work tile to a stage."""
+        self.copy_queries_async(stage_at, query_slabs(self.q))
 
     @cute.jit
     def arrive_full(self, stage: Any) -> None:
@@ -396,18 +387,16 @@ class QkSoftmax:
         if const_expr(q.norm_eps is not None):
             norm = self.load_norm(scheduler.first)
         while flags & END == 0:
-            q_stage = stage
             if const_expr(q.norm_eps is not None):
                 # before the queries are there
                 norm = self.finish_norm(norm)
             bars.kv.wait_full(stage, phase)
+            work_tile = ptx.load_shared_s32(smem.header + stage * HEADER)
             if const_expr(config.has_codes):
-                work_tile = ptx.load_shared_s32(smem.header + stage * HEADER)
                 load_codes(held, smem.kv + stage * KV_STAGE_BYTES, smem.q)
-                self.release_codes(q_stage)
             else:
-                load_q(held, smem.kv + stage * KV_STAGE_BYTES)
-                work_tile = ptx.load_shared_s32(smem.header + stage * HEADER)
+                load_queries(held, smem.kv + stage * KV_STAGE_BYTES, smem.q)
+            self.release_queries(stage)
             stage, phase = barriers.advance(stage, phase, KV_STAGES)
             scales = [scale, scale]
             if const_expr(q.norm_eps is not None):
@@ -417,7 +406,7 @@ class QkSoftmax:
             max_logit = [Float32(-Float32.inf), Float32(-Float32.inf)]
             row_sum = [Float32(0.0), Float32(0.0)]
             flags = Int32(0)
-            is_first, is_published = True, Int32(1)
+            is_published = Int32(1)
             while flags & LAST == 0:
                 if (is_published == 0) & (bars.kv.is_full(stage, phase) == 0):
                     self.publish_p(tile - 1)
@@ -435,9 +424,7 @@ class QkSoftmax:
                     if const_expr(q.norm_eps is not None):
                         self.prefetch_squares(work_tile + scheduler.step)
                 warpgroup.wait_group(0)
-                if const_expr(not config.has_codes):
-                    self.release_multiplied(q_stage, is_first, flags)
-                is_first, is_published = False, Int32(0)
+                is_published = Int32(0)
                 mask(s, self.scale_log2, there)
                 factors, max_logit, row_max, row_sum = softmax(s, scales, row_max, row_sum, max_logit)
                 buffer = tile & P_STAGES - 1
@@ -457,20 +444,10 @@ class QkSoftmax:
                 store_logs(scheduler, q.heads, self.out, work_tile, half, most, row_max[half], row_sum[half])
 
     @cute.jit
-    def release_codes(self, stage: Any) -> None:
+    def release_queries(self, stage: Any) -> None:
         """All warps have read the queries in a stage."""
         if thread_idx() & 31 == 0:
             cute.arch.mbarrier_arrive(self.bars.kv.empty(stage), arrive_count=2)
-
-    @cute.jit
-    def release_multiplied(self, stage: Any, is_first: Any, flags: Any) -> None:
-        """A tile has been multiplied: queries in a stage are in registers then, and behind the last tile those in
-        shared memory are done with."""
-        if thread_idx() & 31 == 0:
-            if is_first:
-                cute.arch.mbarrier_arrive(self.bars.kv.empty(stage), arrive_count=2)
-            if flags & LAST != 0:
-                cute.arch.mbarrier_arrive(self.bars.q_done)
 
     @cute.jit
     def load_norm(self, work_tile: Any) -> tuple[Any, Any]:
@@ -566,6 +543,24 @@ class QkSoftmax:
         """The thread's first or second head."""
         _, first = self.scheduler.coords(work_tile)
         return own_head(first, half)
+
+
+@cute.jit
+def load_queries(held: cute.Tensor, stage_at: Any, q_at: Any) -> None:
+    """Load the queries of a work tile by the QK and softmax warps: as many columns as `held` has to registers, the
+    others to their place in shared memory."""
+    lane, warp = thread_idx() & 31, thread_idx() >> 5
+    row_at = (warp * 16 + (lane & 15)) * SLAB_ROW_BYTES
+    # all warps are done with the products of the work tile before
+    cute.arch.barrier(barrier_id=SOFTMAX_BARRIER, number_of_threads=128)
+    # first, while there are registers for them
+    for step in range_constexpr((HEAD_DIM - HELD) // STEP):
+        to = row_at + step // 4 * SLAB_BYTES + ((2 * (step % 4) + (lane >> 4)) ^ (lane & 7)) * 16
+        ptx.store_matrices(q_at + to, ptx.load_matrices(stage_at + to + HELD // SLAB * SLAB_BYTES))
+    load_q(held, stage_at)
+    # tensor cores read what all warps have stored
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=SOFTMAX_BARRIER, number_of_threads=128)
 
 
 # ---- PV and epilogue

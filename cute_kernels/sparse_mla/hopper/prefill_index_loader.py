@@ -6,8 +6,8 @@ tile's rows, and loads their indices itself, AHEAD tiles ahead, into one of LIST
 
     list     [64] indices of a tile's rows, -1 where there is none; [warps] flags of the tile, of each warp its own
     cursor   of a warp, in shared memory, as registers are scarce: work tile, first column, list and number of the count
-             of the next tile to load indices of; 16 bytes that the producer keeps; how many columns count of 32 work
-             tiles
+             of the next tile to load indices of; 16 bytes, of which the producer keeps a word; how many columns count
+             of 32 work tiles
 
 What an index means is in the records of KV (params.GatheredKV, params.MixedKV).
 """
@@ -35,7 +35,7 @@ CURSOR = 32 + COUNTS * 4
 """Bytes of a warp's cursor."""
 
 KEPT_AT = 16
-"""Of a cursor, what the producer keeps."""
+"""Of a cursor, the word that the producer keeps."""
 
 LAST, END = 1, 2
 """Flags of a tile: it ends a work tile; that is the CTA's last one. Bits from params.FLAG_BITS on are the KV's."""
@@ -170,11 +170,11 @@ class IndexLoader:
         cute.arch.sync_warp()
 
     @cute.jit
-    def keep(self, first: Any, second: Any) -> None:
-        """Have the warp's cursor keep two words, at KEPT_AT."""
+    def keep(self, word: Any) -> None:
+        """Have the warp's cursor keep a word, at KEPT_AT."""
         cute.arch.sync_warp()
         if own_lane() == 0:
-            ptx.store_shared_64(self.cursor + KEPT_AT, first, second)
+            ptx.store_shared_s32(self.cursor + KEPT_AT, word)
         cute.arch.sync_warp()
 
     @property

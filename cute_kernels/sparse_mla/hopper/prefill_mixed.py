@@ -97,7 +97,7 @@ class Fp8Producer:
         """Fill the KV ring."""
         loader = self.loader
         loader.start()
-        loader.keep(loader.scheduler.first, Int32(1))
+        loader.keep(loader.scheduler.first)
         flags = Int32(0)
         turn = Int32(0)
         while flags & END == 0:
