@@ -531,12 +531,14 @@ class Consumer:
                             wanted = [wanted[0] & (lane & 1 == half)]
                         self.epilogue.store(0, sums, rows, tile, self.load_scale(first), wanted, half)
                         far |= (found & 0xFF) << half * 8
-                sums = []
+                sums, own_half = [], lane & 1
                 for half in range_constexpr(HALVES):
                     first = (stage * HALVES + half) * KEY_TILE
                     self.decode_keys(words, first)
-                    own_half = lane & 1 if const_expr(pairs_halves) else Int32(half)
-                    scale = self.load_scale((stage * HALVES + own_half) * KEY_TILE)
+                    if const_expr(not pairs_halves):
+                        own_half = Int32(half)
+                    if const_expr(half == 0 or not pairs_halves):
+                        scale = self.load_scale((stage * HALVES + own_half) * KEY_TILE)
                     if const_expr(half == HALVES - 1):
                         cute.arch.sync_warp()
                         # asking for the scale, which is never that NaN, makes the arrival wait until it has come
