@@ -183,7 +183,7 @@ BINDS: Mapping[tuple[str, ...], tuple[str, tuple[str, ...]]] = {
         "memory in long calls; in short ones reads that wait for each other: a token's numbers, its request's, rows",
         ("compressor_ratio4", "compressor_ratio128"),
     ),
-    ("save_partial_states", "quantize_and_insert_k_cache", "dequantize_and_gather_k_cache"): (
+    ("save_partial_states", "quantize_and_insert_k_cache", "dequantize_and_gather_k_cache", _QNORM): (
         "memory, with pages in random order; in short calls the chain from slot to store",
         ("save_partial_states", "kv_cache", "memory_bound"),
     ),
