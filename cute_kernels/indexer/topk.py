@@ -45,7 +45,7 @@ A CTA takes neighbouring columns, in tiles, one after the other:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -581,9 +581,8 @@ class Picks:
 # ---- bound and candidates
 
 
-def chosen(scores: Any, number: Any) -> Any:
+def chosen(found: Sequence[Any], number: Any) -> Any:
     """One of a thread's scores, a power of two of them: registers have no numbers."""
-    found = [scores[i] for i in range(cute.size(scores))]
     for level in range(len(found).bit_length() - 1):
         is_odd = (number >> level) & 1 != 0
         found = [cutlass.select_(is_odd, *found[i : i + 2][::-1]) for i in range(0, len(found), 2)]
@@ -611,8 +610,8 @@ class RowPicks:
     def select(
         self, here: Here, part: Part, held: Any, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots
     ) -> None:
-        """Write the k best of a row that has more columns, or their slots. held: None. Where the bound is none that is
-        guessed, at least `share` of a warp's maxima of `groups` groups a thread reach it."""
+        """Write the k best of a row that has more columns, or their slots. held: does not matter. Where the bound is
+        none that is guessed, at least `share` of a warp's maxima of `groups` groups a thread reach it."""
         scores = cute.make_rmem_tensor((4 * self.vectors,), Float32)
         best = cute.make_rmem_tensor((GROUPS,), Float32)
         top, bound, listed = Uint32(NAN_ORDER), Uint32(LOWEST_ORDER), Int32(0)
@@ -883,7 +882,7 @@ class RowPicks:
                 marks = marks ^ (Int32(1) << bit)
                 column = place + (bit >> 2) * part.step + (bit & 3)
                 if const_expr(self.config.is_chosen):
-                    order = Uint32(ptx.descending_order(chosen(scores, bit)))
+                    order = Uint32(ptx.descending_order(chosen([scores[i] for i in range(4 * self.vectors)], bit)))
                     first = Uint32(cutlass.min(first, order))
                     ptx.store_shared_64(target, Int32(order), column)
                 else:
@@ -1116,7 +1115,8 @@ class TopKKernel:
             if const_expr(self.cluster > 1):
                 width = (stop + (128 * self.cluster - 1)) // (128 * self.cluster) * 128
             part = self.part(source, head, rank * width, stop, width)
-            self.row.select(here, part, held, k, share, groups, out + Int64(row) * out_stride, slots)
+            given = held if const_expr(self.cluster == 1) else self.part(source, head, Int32(0), stop, stop)
+            self.row.select(here, part, given, k, share, groups, out + Int64(row) * out_stride, slots)
 
     def part(self, source: Any, head: Any, skipped: Any, stop: Any, width: Any) -> Part:
         """`width` places of a row from number `skipped` on, as far as the row has them; place `head` is at `source`."""

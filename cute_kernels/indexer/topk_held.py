@@ -5,7 +5,8 @@ each CTA decides (AnyRow). Read topk.py first: orders, places, bins, `Here`, `Pa
 there.
 
     scores   gmem --> registers --best, bound--> bins of equal width --histogram--> the bin with the k-th best
-             (calls of few rows ask for all columns while the row's bounds come, and drop those outside)
+             (calls of few rows ask for all columns while the row's bounds come, and drop those outside; a row that
+             is much shorter is then loaded again, by all warps)
     -------- barrier (Bins.extremes), and two in Bins.find ---------------------------------------------------
     marks    of a thread's scores: surely picked (better bins), tied (that bin)
     ties     listed --barrier--> each ranked by a warp, by score and place; or, if they are many with the same score,
@@ -21,10 +22,10 @@ ones only, and each time with the barriers of the first.
 
 A warp has neighbouring chunks, so its picks are neighbours as well:
 
-    E        ceil(chunks of the row / warps), `each`: at most the four vectors that a thread holds
+    E        ceil(chunks of the row / warps), `each`: at most the vectors that a thread holds
     chunk    128 neighbouring columns, four a lane; warp w has chunks w E ... (w + 1) E - 1 of a row
     mark     bit 4 i + j of a thread's word: column j of its four in chunk i of its warp's
-    code     of a column: 4096 w + 128 i + 4 lane + j, in the order of columns; a warp uses at most 512 of its 4096
+    code     of a column: 4096 w + 128 i + 4 lane + j, in the order of columns; a warp uses at most 1024 of its 4096
 
 As in topk.py nothing depends on the order in which threads come, and scores that are equal are taken by column.
 """
@@ -80,8 +81,11 @@ BIN_ZERO, BIN_ZERO_BITS = 1.5 * 2**23, 0x4B400000
 NEVER = 1 << 30
 """More scores than a row has."""
 
-MOST_VECTORS = 4
-"""Of whose marks a word has the sums over a warp."""
+MOST_VECTORS = 8
+"""Of whose scores a word has marks."""
+
+CHOSEN_FROM = 16
+"""Scores from which one is chosen by selections: with more, the selections do not find registers."""
 
 
 @dataclass(frozen=True)
@@ -166,10 +170,16 @@ class HeldRow:
         """Write the k best of a row that has more columns, or their slots. held: what `hold` returned of all columns,
         or None; share, groups: topk.py's."""
         scores, each = self.hold(here, part) if const_expr(held is None) else held
+        if const_expr(held is not None):
+            own = self.each(part)
+            if 2 * own <= each:
+                # most of the warps would have nothing of a row that is much shorter than the call's columns
+                each = own
+                self.load(here, part, each, scores)
+            else:
+                self.cut(here, part, each, scores)
         if here.thread == 0:
             ptx.store_shared_64(here.at + self.config.late, each, part.first)
-        if const_expr(held is not None):
-            self.cut(here, part, each, scores)
         first, last = self.extremes(here, *self.bounds(part, each, scores, k))
         best, worst = ptx.of_descending_order(first), ptx.of_descending_order(last)
         width = ptx.sub_rn(best, worst)
@@ -185,8 +195,10 @@ class HeldRow:
                 tied = tied | (Int32(scores[i] == scores[i]) << i)
             cute.arch.sync_threads()  # all have read the extremes before the next ones take their place
         is_equal = Int32(0)
+        if count > HELD_RANKED:
+            self.park(here, scores)
         while (count > HELD_RANKED) & (is_equal == 0):
-            sure, tied, wanted, count, is_equal = self.pick_by_orders(here, scores, sure, tied, wanted)
+            sure, tied, wanted, count, is_equal = self.pick_by_orders(here, sure, tied, wanted)
         if count == 0:
             tied = self.marks_of_nan(here, part, scores)
 
@@ -252,33 +264,34 @@ class HeldRow:
         return sure, tied, k - before, count
 
     @cute.jit
-    def pick_by_orders(
-        self, here: Here, scores: cute.Tensor, sure: Int32, among: Int32, wanted: Int32
-    ) -> tuple[Any, Any, Any, Any, Any]:
+    def pick_by_orders(self, here: Here, sure: Int32, among: Int32, wanted: Int32) -> tuple[Any, Any, Any, Any, Any]:
         """The same of marked scores, added to those that are sure, by bins of orders; and whether all that share a bin
         are equal."""
-        scale = finest(*self.extremes_of(here, scores, among))
+        scale = finest(*self.extremes_of(here, among))
         low, shift = scale.low, scale.shift
         self.bins.clear_again(here._replace(thread=ptx.thread_again()))
-        for i in range_constexpr(4 * self.vectors):
-            order = Uint32(ptx.descending_order(scores[i]))
+        for i in cutlass.range(4 * self.vectors, unroll=1):
+            order = Uint32(ptx.descending_order(self.parked(here, i)))
             self.bins.push(here, Scale(low, shift), order, (among >> i) & 1 != 0, False)
         bin_, before, count = self.bins.find(here, wanted)
         bin_ = bin_ if count > 0 else Int32(BINS)
         tied = Int32(0)
-        for i in range_constexpr(4 * self.vectors):
-            number = Uint32(Scale(low, shift).bin(Uint32(ptx.descending_order(scores[i]))))
-            sure = sure | (among & (Int32(number < Uint32(bin_)) << i))
-            tied = tied | (among & (Int32(number == Uint32(bin_)) << i))
+        for i in cutlass.range(4 * self.vectors, unroll=1):
+            number = Uint32(Scale(low, shift).bin(Uint32(ptx.descending_order(self.parked(here, i)))))
+            mark = among & (Int32(1) << i)
+            sure = sure | (mark if number < Uint32(bin_) else Int32(0))
+            tied = tied | (mark if number == Uint32(bin_) else Int32(0))
         return sure, tied, wanted - before, count, Int32(shift == 0)
 
     def hold(self, here: Here, part: Part) -> tuple[Any, Any]:
         """(the thread's scores of so many places, chunks of a warp)"""
-        scores = cute.make_rmem_tensor((4 * self.vectors,), Float32)
-        chunks = (part.stop + (CHUNK - 1)) >> CHUNK_BITS
-        each = (chunks + (self.warps - 1)) // self.warps
+        scores, each = cute.make_rmem_tensor((4 * self.vectors,), Float32), self.each(part)
         self.load(here, part, each, scores)
         return scores, each
+
+    def each(self, part: Part) -> Any:
+        """Chunks of a warp."""
+        return (((part.stop + (CHUNK - 1)) >> CHUNK_BITS) + (self.warps - 1)) // self.warps
 
     @cute.jit
     def cut(self, here: Here, part: Part, each: Int32, scores: cute.Tensor) -> None:
@@ -320,13 +333,26 @@ class HeldRow:
         return self.bins.extremes(here, Uint32(redux(first, "min")), Uint32(redux(last, "umax")))
 
     @cute.jit
-    def extremes_of(self, here: Here, scores: cute.Tensor, marks: Int32) -> tuple[Any, Any]:
-        """The same of marked scores, which are numbers."""
+    def extremes_of(self, here: Here, marks: Int32) -> tuple[Any, Any]:
+        """The same of marked scores, which are numbers and parked."""
         best = worst = Int32(-1).bitcast(Float32)
-        for i in range_constexpr(4 * self.vectors):
-            score = scores[i] if (marks >> i) & 1 != 0 else Int32(-1).bitcast(Float32)
+        for i in cutlass.range(4 * self.vectors, unroll=1):
+            score = self.parked(here, i) if (marks >> i) & 1 != 0 else Int32(-1).bitcast(Float32)
             best, worst = ptx.max_f32(best, score), ptx.min_f32(worst, score)
         return self.extremes(here, ptx.descending_order(best), ptx.descending_order(worst))
+
+    def park(self, here: Here, scores: Any) -> None:
+        """Put the thread's scores where picks come later: loops over them, which rows rarely need, take little code
+        and no registers."""
+        at = here.at + self.config.picks + ptx.thread_again() * 16
+        for i in range(self.vectors):
+            words = [scores[4 * i + j].bitcast(Int32) for j in range(4)]
+            ptx.store_shared_128(at + i * 16 * self.config.threads, words)
+
+    def parked(self, here: Here, i: Any) -> Any:
+        """The thread's score i."""
+        at = here.at + self.config.picks + ptx.thread_again() * 16
+        return ptx.load_shared_s32(at + (i >> 2) * (16 * self.config.threads) + (i & 3) * 4).bitcast(Float32)
 
     @cute.jit
     def marks_of_nan(self, here: Here, part: Part, scores: cute.Tensor) -> Int32:
@@ -362,13 +388,18 @@ class HeldRow:
         config = self.config
         if tied != 0:
             number = ptx.fetch_add_shared(here.at + config.number, cute.arch.popc(tied), False)
-            while tied != 0:
-                bit = cute.arch.popc((tied & -tied) - 1)
-                tied = tied & (tied - 1)
-                code = (here.warp << CODE_BITS) | (here.lane * 4 + ((bit >> 2) * CHUNK + (bit & 3)))
-                order = Int32(ptx.descending_order(chosen(scores, bit)))
-                ptx.store_shared_64(here.at + config.ranked + number * 8, order, code)
-                number += 1
+            for first in range_constexpr(0, 4 * self.vectors, CHOSEN_FROM):
+                some = [scores[i] for i in range(first, min(first + CHOSEN_FROM, 4 * self.vectors))]
+                marks = tied
+                if const_expr(4 * self.vectors > CHOSEN_FROM):
+                    marks = (tied >> first) & ((1 << CHOSEN_FROM) - 1)
+                while marks != 0:
+                    bit = cute.arch.popc((marks & -marks) - 1)
+                    marks = marks & (marks - 1)
+                    code = here.warp << CODE_BITS | here.lane * 4 + (((bit >> 2) + first // 4) * CHUNK + (bit & 3))
+                    order = Int32(ptx.descending_order(chosen(some, bit)))
+                    ptx.store_shared_64(here.at + config.ranked + number * 8, order, code)
+                    number += 1
         cute.arch.sync_threads()
         others = []
         for number in [here.lane + first for first in range(0, HELD_RANKED, 32)]:
@@ -401,17 +432,19 @@ class HeldRow:
 
     def numbers(self, marks: Any) -> tuple[list[Any], Any]:
         """(of each of the thread's vectors, how many of the warp's marks come before it; the warp's marks)"""
-        pairs = (marks & 0x5555) + ((marks >> 1) & 0x5555)
-        fours = (pairs & 0x3333) + ((pairs >> 2) & 0x3333)
-        # a byte for each vector: no warp has more than 128 marks in a chunk
-        own = (fours & 0x0F0F) | ((fours & 0xF0F0) << 12)
-        sums = lanes_prefix(own)
-        all_ = cute.arch.shuffle_sync(sums, 31)
         numbers, total = [], Int32(0)
-        for i in range(self.vectors):
-            shift = 16 * (i % 2) + 8 * (i // 2)
-            numbers.append(total + (((sums - own) >> shift) & 0xFF))
-            total = total + ((all_ >> shift) & 0xFF)
+        for first in range(0, self.vectors, 4):
+            four = marks >> (4 * first) if first > 0 else marks
+            pairs = (four & 0x5555) + ((four >> 1) & 0x5555)
+            fours = (pairs & 0x3333) + ((pairs >> 2) & 0x3333)
+            # a byte for each vector: no warp has more than 128 marks in a chunk
+            own = (fours & 0x0F0F) | ((fours & 0xF0F0) << 12)
+            sums = lanes_prefix(own)
+            all_ = cute.arch.shuffle_sync(sums, 31)
+            for i in range(min(4, self.vectors - first)):
+                shift = 16 * (i % 2) + 8 * (i // 2)
+                numbers.append(total + (((sums - own) >> shift) & 0xFF))
+                total = total + ((all_ >> shift) & 0xFF)
         return numbers, total
 
     # -- epilogue
@@ -439,18 +472,46 @@ class HeldRow:
             slots.write(here.at + self.config.picks, start + here.lane, 32, start + total, out)
 
 
-# ---- rows of any length
+# ---- rows of which some are much shorter
+
+
+class EitherRow:
+    """Of a row that a CTA holds, in half of its registers if these are enough: half of the instructions."""
+
+    is_early = False
+
+    def __init__(self, config: HeldConfig) -> None:
+        self.longer = HeldRow(config, False)
+        self.shorter = HeldRow(HeldConfig(config.warps, config.vectors // 2), False)
+
+    @cute.jit
+    def clear(self, here: Here) -> None:
+        """What must be zero at first, the same of both. A barrier follows, in `select`."""
+        self.longer.clear(here)
+
+    @cute.jit
+    def select(
+        self, here: Here, part: Part, held: Any, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots
+    ) -> None:
+        """As of HeldRow. held: None."""
+        if part.stop > self.shorter.config.places:
+            self.longer.select(here, part, None, k, share, groups, out, slots)
+        else:
+            self.shorter.select(here, part, None, k, share, groups, out, slots)
 
 
 class AnyRow:
-    """Of a row that a CTA takes: what its registers hold as HeldRow, a longer one as topk.RowPicks. Of rows of unequal
-    lengths the short ones would take as long as the longest: with a chunk or two a warp bounds are poor and lists long.
+    """Of a row that a CTA or a cluster takes: what the registers of a CTA hold as HeldRow, a longer one as
+    topk.RowPicks. Of rows of unequal lengths the short ones would take as long as the longest, or longer: with a chunk
+    or two a warp bounds are poor and lists long. In a cluster the first CTA holds the row, and the others leave.
     """
 
     is_early = False
 
     def __init__(self, config: TopKConfig) -> None:
-        self.held = HeldRow(HeldConfig(config.warps, min(config.vectors, MOST_VECTORS)), False)
+        # a CTA of a cluster has a multiprocessor's registers
+        most = MOST_VECTORS if config.cluster > 1 and config.warps <= 16 else min(config.vectors, 4)
+        self.held = HeldRow(HeldConfig(config.warps, most), False)
         self.longer = RowPicks(config)
 
     @cute.jit
@@ -463,12 +524,13 @@ class AnyRow:
     def select(
         self, here: Here, part: Part, held: Any, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots
     ) -> None:
-        """As of topk.RowPicks."""
+        """As of topk.RowPicks. held: of a cluster, the row as one part."""
+        whole = part if const_expr(held is None) else held
         # what comes first in the code needs no jump, and long rows take the longest
-        if part.stop > self.held.config.places:
+        if whole.stop > self.held.config.places:
             self.longer.select(here, part, None, k, share, groups, out, slots)
-        else:
-            self.held.select(here, part, None, k, share, groups, out, slots)
+        elif here.rank == 0:
+            self.held.select(here, whole, None, k, share, groups, out, slots)
 
 
 # ---- keys
@@ -489,12 +551,14 @@ class HeldTopKKey(TopKKey):
         return HeldConfig(self.warps, self.vectors)
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return TopKKernel(self, HeldRow(self.config, self.is_spread)), self.arguments()
+        is_halved = self.vectors == MOST_VECTORS and not self.is_spread
+        row = EitherRow(self.config) if is_halved else HeldRow(self.config, self.is_spread)
+        return TopKKernel(self, row), self.arguments()
 
 
 @dataclass(frozen=True)
 class AnyTopKKey(TopKKey):
-    """Rows of any length that a CTA takes; cluster is 1."""
+    """Rows of any length that a CTA or a cluster takes."""
 
     kernel_name: ClassVar[str] = "indexer.topk_any"
     entry: ClassVar[str] = "top_k_per_row_any"

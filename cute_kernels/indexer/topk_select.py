@@ -27,28 +27,32 @@ use. A dependent launch puts CTAs wherever the first multiprocessors become free
 scores took 9.3 us, with one CTA on each multiprocessor 5.2 us, and 11.9 and 6.1 us for 1024 picks."""
 
 HELD = (
-    (1024, ((8, 1), (8, 1), (4, 2)), 0),
-    (2048, ((16, 1), (8, 2), (4, 4)), 0),
-    (4096, ((16, 2), (8, 4), (8, 4)), 0),
-    (5120, ((20, 2), (10, 4), (10, 4)), 0),
-    (6144, ((12, 4), (12, 4), (12, 4)), 512),
-    (8192, ((16, 4), (16, 4), (16, 4)), 512),
+    (1024, ((8, 1), (8, 1), (4, 2))),
+    (2048, ((16, 1), (8, 2), (4, 4))),
+    (4096, ((16, 2), (8, 4), (8, 4))),
+    (5120, ((20, 2), (10, 4), (10, 4))),
+    (6144, ((12, 4), (12, 4), (8, 8))),
+    (8192, ((16, 4), (16, 4), (8, 8))),
 )
-"""(most columns, (warps, vectors) of up to SPREAD_ROWS rows, of more, and of MANY_ROWS or more; of LISTED_ROWS or more
-for more picks than this) of CTAs that hold a row and list nothing, the first that fits. On an H100 16 rows of 1024,
-2048, 4096 and 5000 columns (k = 512, 1024, 1024, 1024) take 2.2, 2.6, 3.0 and 3.3 us, with 8, 8, 8 and 10 warps of four
-vectors 2.7, 3.0, 3.3 and 3.6 us; 4096 rows of 1024 and 2048 columns (k = 512, 1024) 18.0 and 25.6 us, with eight warps
-25.9 and 34.5 us. On an H200, of 8192 columns, held and by lists: 280 rows 8.4 and 10.1 us (k = 512), 8.8 and 12.6 us (k
-= 1024), 700 rows 15.1 and 15.5 us (k = 512), 1000 rows 19.7 and 19.5 us, 20.5 and 24.3 us, 4096 rows 70 and 64 us, 73
-and 81 us."""
+"""(most columns, (warps, vectors) of up to SPREAD_ROWS rows, of more, and of MANY_ROWS or more) of CTAs that hold a row
+and list nothing, the first that fits. On an H100 16 rows of 1024, 2048, 4096 and 5000 columns (k = 512, 1024, 1024,
+1024) take 2.2, 2.6, 3.0 and 3.3 us, with 8, 8, 8 and 10 warps of four vectors 2.7, 3.0, 3.3 and 3.6 us; 4096 rows of
+1024 and 2048 columns (k = 512, 1024) 18.0 and 25.6 us, with eight warps 25.9 and 34.5 us. On an H200 600, 1000 and 4096
+rows of 8192 columns take 10.3, 14.5 and 48.8 us (k = 512) and 11.0, 15.6 and 53.0 us (k = 1024) with eight warps of
+eight vectors, with 16 of four 13.2, 19.4, 68.5 and 13.5, 20.1, 71.2, by lists 14.2, 19.2, 62.5 and 16.9, 23.6, 79.0."""
 
-LISTED_ROWS = 800
-"""Of 5121 to 8192 columns and up to 512 picks, from which on lists take over; of more picks rows are held."""
+HELD_ELSEWHERE = tuple((most, (few, more, many if many[1] <= 4 else more)) for most, (few, more, many) in HELD)
+"""The same where there are no clusters: on sm_80 eight vectors do not find registers."""
 
-HELD_BY_FEW = ((10240, (20, 4)), (12288, (24, 4)), (16384, (32, 4)))
+HELD_BY_FEW = ((10240, (20, 4)), (12288, (24, 4)), (16384, (32, 4)), (20480, (20, 8)), (24576, (24, 8)))
 """(most columns, (warps, vectors)) of CTAs that hold a longer row, of up to SPREAD_ROWS rows where there are clusters.
-On an H200 64 rows of 9000, 12000 and 16384 columns (k = 1024, 512, 512) take 3.7, 4.2 and 5.0 us, by (16, 8, 1, 1) 6.4,
-5.6 and 5.7 us."""
+On an H200 64 rows of 9000, 12000, 16384 and 20000 columns (k = 1024, 512, 512, 512) take 3.7, 4.2, 5.2 and 5.7 us, by
+lists 6.4, 5.6, 5.7 and 7.2 us."""
+
+HELD_BY_TWO = ((12288, (12, 8)), (16384, (16, 8)))
+"""The same of more rows, below MANY_ROWS or of more than half of PICKS picks: two CTAs find room on a multiprocessor.
+On an H200 200 rows of 12288 and 16384 columns (k = 1024) take 8.0 and 9.3 us, by lists 10.5 and 11.0 us; 1000 rows of
+16384 columns 32.1 us (k = 2048), by lists 38.9 us."""
 
 SHAPES = ((16, 8, 1, 1), (16, 8, 1, 8), (32, 8, 1, 8), (16, 8, 1, 16), (32, 4, 1, 32))
 """(warps, vectors of a thread, cluster, tiles) of CTAs that take whole rows: of up to 16384 columns, which their
@@ -60,7 +64,9 @@ PICKS = 2048
 """More of them, and those between this and half of it, overflow shorter lists, which costs a second pass."""
 
 CHOICES = (
+    (9, 32768, ANY, (16, 4, 8, 8)),
     (15, 49152, ANY, (16, 4, 8, 8)),
+    (31, 32768, ANY, (16, 8, 4, 8)),
     (ANY, 524288, ANY, (32, 4, 8, 8)),
     (40, 196608, PICKS, (32, 8, 1, 8)),
     (67, 65536, PICKS, (32, 4, 1, 16)),
@@ -82,7 +88,11 @@ CHOICES = (
 """(fewer rows than, more columns than, picks up to, shape) where there are clusters, up to the capacity of the shape:
 the first that fits. On an H100, k = 1024 where nothing else is said:
 
-    clusters of eight   8 x 70000 10.1 us, 8 x 262144 14.1, by (32, 8, 1, 8) 11.1 and 20.8; 16 x 70000 13.0 and 11.5
+    clusters of eight   8 x 70000 10.1 us, 8 x 262144 14.1, by (32, 8, 1, 8) 11.1 and 20.8; 16 x 70000 13.0 and 11.5;
+                        on an H200, k = 2048, 1 x 33000 7.8, by (32, 4, 1, 16) 9.8
+    clusters of four    on an H200, k = 512, 16 x 70000 9.9 (11.1), 16 x 131072 11.4 (14.3), 30 x 262144 18.6 (21.4), 14
+                        x 33000 7.0 (8.0), by clusters of eight 8.0; 14 x 70000 9.7, by clusters of eight 8.8; 48 x
+                        262144 33.6, in two rounds (25.1)
     (32, 8, 1, 8)       24 x 262144 22.0, by (32, 4, 1, 16) 23.6; 64 x 262144 35.1 and 33.8; 64 x 70000, k = 4096, 20.1
                         and 26.4; 80 x 20000 9.1 and 9.6
     (16, 8, 1, 16)      80 x 262144 41.6, by (32, 4, 1, 16) 44.9; 132 x 262144 63.3 and 61.2; 200 x 33000 17.7, by (16,
@@ -95,10 +105,6 @@ MANY = (8, 4, 1, 8)
 """The shape of which four CTAs share a multiprocessor, of MANY_ROWS and more that CTAs do not hold. On an H200 2048
 rows of 17408 columns take 58 us (k = 512) and 65 us (k = 1024), with shapes of 16 warps 71 and 80 us."""
 
-LONG_LISTS = (32, 4, 1, 16)
-"""The shape that takes more than PICKS of a row that it cannot hold, and that is too short for CHOICES: of 16384
-columns, k = 4096, 1000 rows take 108 us, by (16, 8, 1, 1) 117 us."""
-
 EARLY_BYTES = 4 << 20
 """Of scores in a call, up to which rows are asked for before their bounds are known."""
 
@@ -108,18 +114,20 @@ MOST_CHOICES = 1024
 
 def of_shape(arch: str, warps: int, vectors: int, cluster: int = 1, tiles: int = 1) -> TopKKey:
     """The kernel of CTAs of that shape for rows that may be longer than those that a CTA holds."""
-    kind = AnyTopKKey if cluster == 1 else TopKKey
-    return kind(arch, warps, vectors, cluster, tiles)
+    return AnyTopKKey(arch, warps, vectors, cluster, tiles)
 
 
 def keys_of(arch: str) -> list[TopKKey]:
     """All kernels of an architecture: those for which a CTA is enough, by capacity, then others."""
     has_clusters = arch in CLUSTER_ARCHS
-    of_few = [*(few for _, (few, _, _), _ in HELD), *(shape for _, shape in HELD_BY_FEW)] if has_clusters else []
+    of_few = [*(few for _, (few, _, _) in HELD), *(shape for _, shape in HELD_BY_FEW)] if has_clusters else []
+    of_more = [shape for _, (_, *shapes) in (HELD if has_clusters else HELD_ELSEWHERE) for shape in shapes]
+    of_more += [shape for _, shape in HELD_BY_TWO] if has_clusters else []
     held = [HeldTopKKey(arch, *shape, is_spread=True) for shape in of_few]
-    held += [HeldTopKKey(arch, *shape) for shape in dict.fromkeys(s for _, (_, *shapes), _ in HELD for s in shapes)]
-    chosen = [*(shape for *_, shape in CHOICES), LONG_LISTS] if has_clusters else []
-    keys = [of_shape(arch, *shape) for shape in dict.fromkeys((*SHAPES, MANY, *chosen))]
+    held += [HeldTopKKey(arch, *shape) for shape in dict.fromkeys(of_more)]
+    chosen = [shape for *_, shape in CHOICES] if has_clusters else []
+    whole = SHAPES[1:] if has_clusters else SHAPES  # all rows that the first one takes are held, or by MANY
+    keys = [of_shape(arch, *shape) for shape in dict.fromkeys((*whole, MANY, *chosen))]
     fitting = [key for key in (*held, *keys) if key.smem_bytes <= SMEM_BYTES[arch]]
     large, small = (of_shape(arch, *shape) for shape in SHAPES[2:4])
     return [key for key in fitting if key != small or has_clusters or large not in fitting]
@@ -129,20 +137,18 @@ def key_for(arch: str, rows: int, width: int, k: int) -> TopKKey:
     """The kernel for so many picks of so many rows of such a width; if none is wide enough, the widest."""
     has_clusters, is_many = arch in CLUSTER_ARCHS, rows >= MANY_ROWS
     is_spread = has_clusters and rows <= SPREAD_ROWS
-    for most, shapes, of_many in HELD:
-        if width <= most and (rows < LISTED_ROWS or k > of_many):
+    for most, shapes in HELD if has_clusters else HELD_ELSEWHERE:
+        if width <= most:
             return HeldTopKKey(arch, *shapes[0 if is_spread else 2 if is_many else 1], is_spread=is_spread)
-    for most, few in HELD_BY_FEW:
-        if is_spread and width <= most:
-            return HeldTopKKey(arch, *few, is_spread=True)
     if has_clusters:
+        by_two = HELD_BY_TWO if not is_many or k > PICKS // 2 else ()
+        for most, held in HELD_BY_FEW if is_spread else by_two:
+            if width <= most:
+                return HeldTopKKey(arch, *held, is_spread=is_spread)
         for fewer, more, picks, shape in CHOICES:
             key = of_shape(arch, *shape)
             if rows < fewer and more < width <= key.capacity and k <= picks:
                 return key
-        lists = of_shape(arch, *LONG_LISTS)
-        if k > PICKS and width <= lists.capacity:
-            return lists
     many = of_shape(arch, *MANY)
     if is_many and width <= many.capacity:
         return many
@@ -223,7 +229,7 @@ def run(
         return
     device_index = out.device.index
     # more rows make no difference
-    key, *shares = choose(device_index, min(rows, LISTED_ROWS), width_of(logits), k)
+    key, *shares = choose(device_index, min(rows, MANY_ROWS), width_of(logits), k)
     bounds = starts, ends, (logits.shape[1] if limit is None else limit, shifts), slots
     launch_key(key, device_index, *arguments(logits, bounds, out, rows, k, *shares), use_pdl)
 

@@ -80,12 +80,15 @@ def planned(function: Callable[P, R], reads: Mapping[str, str] = MappingProxyTyp
             found = (getattr(value, attribute, None) for value in values[at : at + 1])
             values = (*values[:at], *found, *values[at + 1 :])
         kinds: tuple[Any, ...] = tuple(map(type, values))
-        if not _CONTAINERS.isdisjoint(kinds):
-            values, kinds = _flatten(values)
         pattern = (len(args), *kwargs, *kinds)
         form = forms.get(pattern)
         if form is None:
-            _keep(forms, pattern, form := _Form(_describer(tuple(_leaves(kinds))), {}), MOST_FORMS)
+            if not _CONTAINERS.isdisjoint(kinds):
+                values, kinds = _flatten(values)
+                pattern = (len(args), *kwargs, *kinds)
+                form = forms.get(pattern)
+            if form is None:
+                _keep(forms, pattern, form := _Form(_describer(tuple(_leaves(kinds))), {}), MOST_FORMS)
         if form.describe is None:
             return function(*args, **kwargs)
         try:
@@ -249,20 +252,15 @@ class _View:
         return tensor.as_strided((self.size,), (1,), start).view(self.dtype).as_strided(self.shape, self.strides)
 
 
-@dataclass(slots=True)
-class _Launch:
-    """A kernel and its arguments, some of which follow from the tensors of the call.
-
-    tensors     (position, tensor)
-    views       (position, tensor, a view of it)
-    addresses   (position, tensor, bytes from its first one)
-    """
-
-    function: Callable[..., None]
-    arguments: list[Any]
-    tensors: list[tuple[int, int]]
-    views: list[tuple[int, int, _View]]
-    addresses: list[tuple[int, int, int]]
+@functools.lru_cache(maxsize=1024)
+def _launcher(arguments: tuple[str, ...]) -> Any:
+    """(function, constants c0, c1, ...) -> the launch of tensors t and their addresses a, which calls the function with
+    these arguments: one expression, as every call asks."""
+    constants = "".join(f", c{i}" for i in range(len(arguments)))
+    lines = [f"def make(function{constants}):", " def launch(t, a):", f"  function({', '.join(arguments)})"]
+    defined: dict[str, Any] = {}
+    exec("\n".join([*lines, " return launch"]), defined)
+    return defined["make"]
 
 
 @dataclass(slots=True)
@@ -283,7 +281,7 @@ class _Plan:
     is_disjoint: Callable[[Sequence[int], Sequence[int]], bool]
     ties: list[tuple[int, int, int]]
     allocations: list[tuple[Any, Any, torch.dtype, torch.device]]
-    launches: list[_Launch]
+    launches: list[Callable[[Sequence[torch.Tensor], Sequence[int]], None]]
     result: Callable[[Sequence[torch.Tensor]], Any]
 
     def fits(self, addresses: tuple[int, ...]) -> bool:
@@ -302,14 +300,7 @@ class _Plan:
             tensors = (*tensors, *made)
             addresses = (*addresses, *[tensor.data_ptr() for tensor in made])
         for launch in self.launches:
-            arguments = launch.arguments.copy()
-            for position, tensor in launch.tensors:
-                arguments[position] = tensors[tensor]
-            for position, tensor, offset in launch.addresses:
-                arguments[position] = addresses[tensor] + offset
-            for position, tensor, view in launch.views:
-                arguments[position] = view.of(tensors[tensor])
-            launch.function(*arguments)
+            launch(tensors, addresses)
         return self.result(tensors)
 
 
@@ -413,28 +404,29 @@ class _Bases:
                 return place
         raise _Unplanned
 
-    def launch(self, key: KernelKey | Callable[..., None], device: int, arguments: Sequence[Any]) -> _Launch:
-        function = compile_.function(key, device) if isinstance(key, KernelKey) else key
-        launch = _Launch(function, list(arguments), [], [], [])
-        for position, value in enumerate(arguments):
+    def launch(
+        self, key: KernelKey | Callable[..., None], device: int, arguments: Sequence[Any]
+    ) -> Callable[[Sequence[torch.Tensor], Sequence[int]], None]:
+        """The same launch of tensors in the place of these, and of their addresses."""
+        constants, parts = list(arguments), [f"c{i}" for i in range(len(arguments))]
+        for i, value in enumerate(arguments):
             if isinstance(value, torch.Tensor) and value.numel() == 0:
-                launch.arguments[position] = value.new_empty(0).as_strided(value.shape, value.stride())
+                constants[i] = value.new_empty(0).as_strided(value.shape, value.stride())
             elif isinstance(value, torch.Tensor):
                 place, view = self.find(value)
-                if view is not None:
-                    launch.views.append((position, place, view))
-                else:
-                    launch.tensors.append((position, place))
-                launch.arguments[position] = None
+                parts[i], constants[i] = (f"t[{place}]", None) if view is None else (f"c{i}(t[{place}])", view.of)
             elif type(value) is int:
                 inside = [place for place, (first, end) in enumerate(self.spans) if first <= value < end]
                 behind = [place for place, (_, end) in enumerate(self.spans) if value == end]
                 for place in (inside or behind)[:1]:
-                    launch.addresses.append((position, place, value - self.spans[place][0]))
+                    constants[i] = value - self.spans[place][0]
+                    parts[i] = f"a[{place}] + c{i}" if constants[i] else f"a[{place}]"
                 if not (inside or behind or abs(value) < LEAST_ADDRESS):
                     raise _Unplanned
             elif type(value) not in (bool, float, str, NoneType):
                 raise _Unplanned
+        function = compile_.function(key, device) if isinstance(key, KernelKey) else key
+        launch: Callable[[Sequence[torch.Tensor], Sequence[int]], None] = _launcher(tuple(parts))(function, *constants)
         return launch
 
     def find(self, tensor: torch.Tensor) -> tuple[int, _View | None]:

@@ -13,7 +13,7 @@ from cute_kernels.runtime.report import problems
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.indexer.topk import CLUSTER_ARCHS
-from cute_kernels.indexer.topk_held import MOST_VECTORS, AnyTopKKey, HeldTopKKey
+from cute_kernels.indexer.topk_held import AnyTopKKey, HeldTopKKey
 from cute_kernels.indexer.topk_select import MANY, deployment_keys, groups_for, key_for, keys_of, share_for
 from cute_kernels.models import MODELS
 from tests.compile.reports import RESERVED, compile_report
@@ -48,7 +48,7 @@ def test_compiles(arch: str, pytestconfig: pytest.Config) -> None:
             sass = report.in_sass
             loads, maxima = sass.places(r"\bLDG\.E\.128"), sass.places("FMNMX")
             # all of a tile, and all of a held row, are on their way before one is waited for
-            for number in [key.vectors] + [min(MOST_VECTORS, key.vectors)] * isinstance(key, AnyTopKKey):
+            for number in [key.vectors] + ([key.row.held.vectors] if isinstance(key, AnyTopKKey) else []):
                 waits = min(i for i in maxima if i > loads[0])
                 assert loads[number - 1] < waits
                 loads = [i for i in loads if i > waits]
@@ -62,26 +62,29 @@ def test_every_row_has_its_kernel(arch: str) -> None:
     most = max(key.capacity for key in keys)
     assert most >= 1 << 18
     assert (most >= 1 << 20) == (arch in CLUSTER_ARCHS)
-    for rows, k in itertools.product((1, 16, 17, 63, 64, 5000), (1, 512, 1024, 4096)):
+    for rows, k in itertools.product((1, 30, 31, 63, 64, 5000), (1, 512, 1024, 4096)):
         for width in (1, 4096, 4097, 8192, 16384, 16385, 32768, 32771, 65536, most):
             key = key_for(arch, rows, width, k)
             assert key in keys
             assert width <= key.capacity
-            assert key.cluster == 1 or rows < 15 or width > 1 << 19
-            assert key.is_spread == (rows < 5000 and width <= 16384 and arch in CLUSTER_ARCHS)
+            assert key.cluster == 1 or rows < 31 or width > 1 << 19
+            assert key.is_spread == (rows < 5000 and width <= 24576 and arch in CLUSTER_ARCHS)
         assert key_for(arch, rows, 2 * most, k).capacity == most
 
 
 def test_few_long_rows_are_shared() -> None:
     shapes = (1, 49152), (14, 49153), (15, 49153), (15, 98305), (8, 1 << 18), (1, 1 << 20), (64, 1 << 20)
-    assert [key_for("sm_90a", *shape, 512).cluster for shape in shapes] == [1, 8, 1, 1, 8, 8, 8]
+    assert [key_for("sm_90a", *shape, 512).cluster for shape in shapes] == [8, 8, 4, 4, 8, 8, 8]
+    more = (1, 32768), (8, 32769), (9, 32769), (14, 49152), (14, 49153), (30, 32769), (31, 32769), (30, 1 << 19)
+    assert [key_for("sm_90a", *shape, 512).cluster for shape in more] == [1, 8, 4, 4, 8, 4, 1, 4]
 
 
 @pytest.mark.parametrize(("rows", "columns", "k", "warps"), [
     (1, 4096, 1, 16), (5000, 4096, 1, 8), (5000, 4097, 512, 10), (1, 5120, 1, 20), (263, 5121, 1, 12),
-    (799, 6144, 512, 12), (800, 6144, 512, None), (800, 6144, 513, 12), (1, 8192, 1, 16), (799, 8192, 512, 16),
-    (800, 8192, 512, None), (800, 8192, 513, 16), (9999, 5120, 512, 10),
-    (1, 8193, 4096, 20), (128, 10241, 1, 24), (128, 16384, 512, 32), (129, 8193, 512, None), (1, 16385, 512, None),
+    (264, 6144, 512, 8), (1, 8192, 1, 16), (263, 8192, 512, 16), (264, 8192, 512, 8), (9999, 8192, 4096, 8),
+    (9999, 5120, 512, 10), (1, 8193, 4096, 20), (128, 10241, 1, 24), (128, 16384, 512, 32), (128, 16385, 512, 20),
+    (1, 20481, 2048, 24), (128, 24577, 512, None), (129, 8193, 512, 12), (263, 16384, 512, 16), (264, 12289, 1025, 16),
+    (264, 8193, 1024, None), (129, 16385, 512, None),
 ])  # fmt: skip
 def test_rows_that_registers_hold(rows: int, columns: int, k: int, warps: int | None) -> None:
     key = key_for("sm_90a", rows, columns, k)

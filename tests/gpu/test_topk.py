@@ -193,6 +193,25 @@ def test_rows_that_are_fetched_for_later() -> None:
     check(prefill(logits, starts, ends, k), logits, starts, ends, k)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(64, 16_384), (128, 16_384), (128, 12_001)])
+def test_held_rows_of_unequal_lengths(rows: int, columns: int) -> None:
+    """Of calls whose rows are loaded before their bounds are known, and of larger ones."""
+    k = 512
+    logits = normal(1.0, 0.0)(rows, columns, rows)
+    ends = [max(columns // (r + 1), k - 5 + r) for r in range(rows)]
+    starts = [r * 97 % 300 if r % 3 == 0 else 0 for r in range(rows)]
+    check(prefill(logits, starts, ends, k), logits, starts, ends, k)
+
+
+@pytest.mark.parametrize("length", [600, 8191, 8192, 8193, 16_384, 16_385])
+def test_rows_that_a_cta_of_a_cluster_holds(length: int) -> None:
+    columns, k = 70_000, 512
+    logits = PATTERNS["normal"](5, columns, length)
+    logits[2] = 1.0
+    starts, ends = [0, 1, 0, 3, 60_000], [length, length, length, columns, 60_000 + min(length, 10_000)]
+    check(prefill(logits, starts, ends, k), logits, starts, ends, k)
+
+
 def test_longest_rows() -> None:
     columns = 1 << 20
     for k in (512, 2048, 4096):

@@ -201,7 +201,8 @@ def test_many_picks_have_longer_lists(gpu: Launches) -> None:
     for rows, columns, k, shape in (
         (104, 65537, 1025, (32, 4, 1, 16)),
         (264, 32769, 1025, (16, 8, 1, 8)),
-        (132, 8193, 2049, (32, 4, 1, 16)),
+        (132, 8193, 2049, (12, 8, 1, 1)),
+        (132, 16384, 4096, (16, 8, 1, 1)),
         (64, 8193, 2049, (20, 4, 1, 1)),
         (132, 16385, 2049, (32, 8, 1, 8)),
         (264, 16385, 2049, (16, 8, 1, 8)),
@@ -213,14 +214,16 @@ def test_many_picks_have_longer_lists(gpu: Launches) -> None:
         assert key.shape == shape
 
 
-@pytest.mark.parametrize("more", [0, -1, 100_000])
-def test_many_rows_are_held_for_many_picks_alone(gpu: Launches, more: int) -> None:
-    rows = topk_select.LISTED_ROWS + more
-    for columns, _, most_by_lists in topk_select.HELD:
-        for k in (max(most_by_lists, 1), most_by_lists + 1):
+@pytest.mark.parametrize("rows", [topk_select.SPREAD_ROWS + 1, topk_select.MANY_ROWS - 1, topk_select.MANY_ROWS, 9999])
+def test_many_rows_of_two_tiles_are_held_for_many_picks_alone(gpu: Launches, rows: int) -> None:
+    most = topk_select.PICKS // 2
+    for columns, shape in topk_select.HELD_BY_TWO:
+        for k in (most, most + 1):
             prefill(torch.empty(1, columns).expand(rows, columns), rows, k)
             key, _ = gpu.last()
-            assert isinstance(key, HeldTopKKey) == (more < 0 or k > most_by_lists), (columns, k)
+            is_held = rows < topk_select.MANY_ROWS or k > most
+            assert isinstance(key, HeldTopKKey) == is_held, (columns, k)
+            assert not is_held or (key.warps, key.vectors) == shape
 
 
 def test_calls_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,15 +89,16 @@ def picks(
     k: int,
     table: np.ndarray | None = None,
     in_any_order: bool = False,
+    early_lines: int = 0,
 ) -> np.ndarray:
     """What the kernel writes of a row; with a table, of pages of 48 rows, slots. in_any_order: what its threads do in
-    shared memory has to be in order by the PTX ISA."""
+    shared memory has to be in order by the PTX ISA. early_lines: the launch's."""
     program, memory, columns = parse(compile_report(key).ptx), GlobalMemory(1 << 20), len(scores)
     values: list[Any] = [memory.put(scores), 4 * columns, columns, memory.put(np.array([start], np.int32)), 4]
     values += [memory.put(np.array([end], np.int32)), 4, 0, *divisor(1), columns, 0]
     values += [0, 0, 0] if table is None else [memory.put(table), 0, len(table)]
     values += [*divisor(48), (2**31 - 1) // 48 + 1, out := memory.reserve(4 * k), 4 * k, k, share_for(key, k)]
-    values += [groups_for(key, k), 0]
+    values += [groups_for(key, k), early_lines]
     records, make = orders.recorder(program)
     events = make if in_any_order else None
     with np.errstate(all="ignore"):
@@ -112,6 +113,7 @@ KEYS = [
     *(TopKKey("sm_90a", *shape) for shape in ((8, 4, 1, 8), (16, 8, 1, 2), (8, 4, 1, 1))),
     AnyTopKKey("sm_90a", 8, 4, 1, 8),
     HeldTopKKey("sm_90a", 10, 4),
+    HeldTopKKey("sm_90a", 5, 8),
     *(HeldTopKKey("sm_90a", *shape, is_spread=True) for shape in ((8, 4), (8, 1))),
 ]
 IDS = [f"{key.entry}-{key.warps}-{key.vectors}" + "-spread" * key.is_spread for key in KEYS]
@@ -129,8 +131,9 @@ def test_picks(key: TopKKey, pattern: str) -> None:
         with np.errstate(all="ignore"):
             scores = PATTERNS[pattern](np.random.default_rng(columns), columns).astype(np.float32)
         start, end = (columns // 5 + 1, columns - 2) if (turn + number) % 2 else (0, columns)
-        got = picks(key, scores, start, end, k)
-        assert np.array_equal(got, expected(scores[start:end], k)), (k, columns, start)
+        for early_lines in (0, 1) if key.is_spread else (0,):
+            got = picks(key, scores, start, end, k, early_lines=early_lines)
+            assert np.array_equal(got, expected(scores[start:end], k)), (k, columns, start, early_lines)
 
 
 def test_fewer_than_k_scores_reach_the_bound() -> None:
@@ -140,6 +143,15 @@ def test_fewer_than_k_scores_reach_the_bound() -> None:
     scores = np.random.default_rng(1).standard_normal(len(column)).astype(np.float32)
     scores[(column % 4 == 1) & (column // 128 % key.vectors == 2)] += 100
     assert np.array_equal(picks(key, scores, 0, len(column), k), expected(scores, k))
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 1030), (1, 2048), (3, 2049), (700, 1600), (2000, 4095), (3001, 4096)])
+def test_early_rows_that_are_shorter_than_the_columns(start: int, end: int) -> None:
+    """Those of few chunks are loaded again, by all warps."""
+    key, k = HeldTopKKey("sm_90a", 8, 4, is_spread=True), 512
+    scores = np.random.default_rng(end).standard_normal(4096).astype(np.float32)
+    got = picks(key, scores, start, end, k, in_any_order=True, early_lines=128)
+    assert np.array_equal(got, expected(scores[start:end], k))
 
 
 @pytest.mark.parametrize(("start", "more"), [(0, 0), (0, 1), (3, 0), (3, 1)])
