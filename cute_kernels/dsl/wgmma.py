@@ -32,6 +32,9 @@ WARPGROUP = 128
 ROWS = 64
 """Rows of a warpgroup's products."""
 
+STEPS = 4
+"""Instructions that take 128 bytes of K, 32 each."""
+
 wait = warpgroup.wait_group
 
 
@@ -107,20 +110,24 @@ def multiply(
     b: cute.Tensor,
     stage: Any,
     b_stage: Any = None,
+    steps: cutlass.Constexpr = None,
 ) -> None:
     """Start products = a[stage] @ b[b_stage]^T over the whole tile width, a group of its own for `wait`.
 
     mma_more           an `mma` that accumulates
     warpgroup_number   whose rows of `a`; the compiler must know that it is the same in a warp
     b_stage            None: `stage`
+    steps              which ones of the STEPS that a stage's 128 bytes of K take, in order; None: all
     """
     if cutlass.const_expr(b_stage is None):
         b_stage = stage
     slice_ = mma.get_slice(warpgroup_number * WARPGROUP)
     a_parts = mma.make_fragment_A(slice_.partition_A(a))
     b_parts = mma.make_fragment_B(slice_.partition_B(b))
-    warpgroup.fence()
-    for k in range_constexpr(cute.size(a_parts, mode=[2])):
+    own = range(STEPS) if cutlass.const_expr(steps is None) else steps
+    if cutlass.const_expr(own.start == 0):
+        warpgroup.fence()
+    for k in range_constexpr(own.start, own.stop):
         chosen = mma if cutlass.const_expr(k == 0) else mma_more
         cute.gemm(chosen, products, a_parts[None, None, k, stage], b_parts[None, None, k, b_stage], products)
     warpgroup.commit_group()

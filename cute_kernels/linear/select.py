@@ -125,7 +125,9 @@ class Tile(NamedTuple):
 
 TILES: tuple[Tile, ...] = (
     Tile(GemmKey(HOPPER, rows=64, columns=32, warpgroups=1, stages=16, depth=2), 0.200, 0.4),
-    Tile(GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4), 0.238, 0.4),
+    Tile(
+        GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4, unrolled=8, interleaved=True), 0.238, 0.4
+    ),
     Tile(GemmKey(HOPPER, rows=64, warpgroups=1, stages=8, depth=2), 0.344, 0.5),
     Tile(GemmKey(HOPPER, rows=128, columns=64, stages=8, depth=2), 0.328, 0.5),
     Tile(GemmKey(HOPPER, rows=128, stages=6, depth=2, unrolled=8, staged=True), 0.440, 0.55),
@@ -138,13 +140,13 @@ WIDE_TILES: tuple[Tile, ...] = (
     Tile(TILES[2].key, 0.260, 0.7),
     *TILES[3:],
     Tile(GemmKey(HOPPER, rows=64, columns=96, warpgroups=1, stages=9, depth=2), 0.250, 0.8),
-    Tile(GemmKey(HOPPER, rows=128, columns=96, stages=7, depth=2), 0.375, 1.0),
+    Tile(GemmKey(HOPPER, rows=128, columns=96, stages=7, depth=2, unrolled=8, interleaved=True), 0.375, 1.0),
 )
 """For more rows than MEDIUM_ROWS: columns that are no multiple of 128 times the multiprocessors may be one of 96."""
 
 GROUPED_TILES: tuple[Tile, ...] = (
     *TILES[:4],
-    Tile(GemmKey(HOPPER, rows=128, stages=6, depth=2), 0.460, 0.23, 0.5),
+    Tile(GemmKey(HOPPER, rows=128, stages=6, depth=2, unrolled=8), 0.460, 0.23, 0.5),
     TILES[-2]._replace(call_us=1.0),
     TILES[-1],
 )
@@ -176,7 +178,7 @@ MEDIUM_TILES: tuple[Tile, ...] = (
 
 MEDIUM_SPLIT_TILES: tuple[Tile, ...] = (
     Tile(SPLIT_TILES[0].key, 0.256, 1.3, 0.5),
-    Tile(GemmKey(HOPPER, rows=64, columns=96, warpgroups=1, stages=8, depth=2, splits=2), 0.300, 1.0, 1.0),
+    Tile(GemmKey(HOPPER, rows=64, columns=96, warpgroups=1, stages=8, depth=2, splits=2, unrolled=8), 0.300, 1.0, 1.0),
     Tile(SPLIT_TILES[2].key, 0.340, 1.5, 0.5),
     Tile(GemmKey(HOPPER, rows=128, columns=64, stages=8, depth=2, splits=2), 0.237, 1.4, 2.2),
     Tile(SPLIT_TILES[3].key, 0.391, 4.9, 0.6),
@@ -240,10 +242,10 @@ def has_result(key: GemmKey, output: str) -> bool:
 
 
 def with_output(key: GemmKey, output: str) -> GemmKey:
-    """`key` with another type of result: only bf16 goes out through shared memory, by the longer mainloop."""
+    """`key` with another type of result: only bf16 goes out through shared memory, and has the longer mainloops."""
     if output == "bf16":
         return key
-    return replace(key, output=output, unrolled=SCALED_CHUNKS, staged=False)
+    return replace(key, output=output, unrolled=SCALED_CHUNKS, interleaved=False, staged=False)
 
 
 def count_work_tiles(key: GemmKey, rows: int, groups: int, outputs: int) -> int:

@@ -222,6 +222,16 @@ CASES: dict[str, tuple[Key, Call, int]] = {
         Call(130, 1, 40, 13, seed=24),
         1,
     ),
+    "the oldest of four products promoted amid the next one": (
+        gemm("e4m3", "bf16", 64, 32, 1, unrolled=8, stages=5, depth=4, interleaved=True),
+        Call(70, 1, 40, 13, seed=25),
+        1,
+    ),
+    "the oldest of two, columns of two blocks": (
+        gemm("e4m3", "bf16", 128, 96, 1, unrolled=8, interleaved=True),
+        Call(130, 1, 272, 9, seed=26),
+        1,
+    ),
     "two blocks of columns": (gemm("e4m3", "bf16", 64, 96, 1), Call(70, 1, 400, 5, seed=20), 2),
     "two blocks of columns, splits": (gemm("e4m3", "fp32", 128, 96, 2), Call(40, 1, 272, 9, seed=21), 3),
     "bf16, four splits": (gemm("bf16", "fp32", 128, 128, 4), Call(100, 1, 144, 13, seed=4), 2),

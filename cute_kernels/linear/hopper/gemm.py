@@ -98,6 +98,9 @@ SHARED_BYTES = 226 * 1024
 WITHIN_QUAD = 0x1C1F
 """Lanes that a shuffle reads: those of the own four neighbours."""
 
+HALVES = range(wgmma.STEPS // 2), range(wgmma.STEPS // 2, wgmma.STEPS)
+"""Of a chunk's product: the steps of each."""
+
 QUARTER = 32
 """Of the outputs that share a scale: columns of work tiles with scales are multiples of it."""
 
@@ -130,6 +133,7 @@ class GemmKey(KernelKey):
     splits       of K: CTAs of a cluster, 1, 2 or 4; 2 for an e4m3 result, whose scales are those of whole rows. More
                  than one: not staged, and a cluster for each work tile
     unrolled     chunks of the mainloop's body, of e4m3 operands: 4 or 8. Where it goes round, products are waited for
+    interleaved  the oldest product is promoted when half of the next one has been started, not all of it
     staged       a bf16 result goes out through shared memory, while the next work tile is multiplied
     squares      the sums of the squares of a staged result are stored as well, for each row and 128 columns
     halves       for calls of fewer rows than the work tile's 64 and more than half as many: it consists of their first
@@ -137,7 +141,7 @@ class GemmKey(KernelKey):
     """
 
     kernel_name: ClassVar[str] = "linear.hopper.gemm"
-    tuning: ClassVar[tuple[str, ...]] = ("stages", "depth", "unrolled", "staged")
+    tuning: ClassVar[tuple[str, ...]] = ("stages", "depth", "unrolled", "interleaved", "staged")
     operands: str = "e4m3"
     output: str = "bf16"
     rows: int = 128
@@ -147,6 +151,7 @@ class GemmKey(KernelKey):
     depth: int = 1
     splits: int = 1
     unrolled: int = SCALED_CHUNKS
+    interleaved: bool = False
     staged: bool = False
     squares: bool = False
     halves: bool = False
@@ -641,24 +646,34 @@ class GemmKernel:
             if const_expr(len(under_way) > 0):
                 ring.wait_full(stage, phase)
             sums = products[i % depth]
-            wgmma.multiply(*mma, sums, consumer, a, b, stage)
+            is_halved = const_expr(self.key.interleaved and 0 < len(under_way) == depth - 1)
+            if const_expr(is_halved):
+                wgmma.multiply(*mma, sums, consumer, a, b, stage, steps=HALVES[0])
+                self.promote_oldest(ring, lane, totals, under_way, 1)
+                wgmma.multiply(*mma, sums, consumer, a, b, stage, steps=HALVES[1])
+            else:
+                wgmma.multiply(*mma, sums, consumer, a, b, stage)
             if const_expr(i % SCALED_CHUNKS == 0 and len(chunks) >= SCALED_CHUNKS):
                 # the scales are waited for while there is a product under way
                 scales.advance(work, chunk)
-            under_way.append((stage, sums, scales.of_chunk(number)))
+            under_way.append((stage, sums, scales.of_chunk(number), 2 if is_halved else 1))
             stage, phase = barriers.advance(stage, phase, self.stages)
             is_last = const_expr(i == len(chunks) - 1)
-            due = const_expr(len(under_way) if is_last else int(len(under_way) == depth))
-            for _ in range_constexpr(due):
-                used, sums, factors = under_way.pop(0)
+            for _ in range_constexpr(len(under_way) if is_last else int(len(under_way) == depth)):
                 # the next chunk is waited for while there is a product under way
-                is_alone = const_expr(len(under_way) == 0)
+                is_alone = const_expr(len(under_way) == 1)
                 if const_expr(is_alone and not is_last) or (const_expr(is_alone) and chunk + 1 < work.chunks):
                     ring.wait_full(stage, phase)
-                wgmma.wait(len(under_way))
-                self.release(ring, used, lane)
-                self.promote(totals, sums, factors)
+                self.promote_oldest(ring, lane, totals, under_way, 0)
         return stage, phase
+
+    def promote_oldest(self, ring: Any, lane: Any, totals: Any, under_way: list[Any], started: int) -> None:
+        """Wait for the oldest of the products under way, and promote it. Each has a stage, its sums, factors and how
+        many groups it was started in. started: groups of a later one."""
+        stage, sums, factors, _ = under_way.pop(0)
+        wgmma.wait(started + sum(groups for *_, groups in under_way))
+        self.release(ring, stage, lane)
+        self.promote(totals, sums, factors)
 
     @cute.jit
     def release(self, ring: Any, stage: Any, lane: Any) -> None:
@@ -895,6 +910,9 @@ class GemmKernel:
         cute.arch.griddepcontrol_launch_dependents()
 
         wgmma.accumulate(mma_more)
+        if const_expr(self.key.unrolled > SCALED_CHUNKS and not self.key.staged):
+            # what the others find when they run, and are no slower for
+            wgmma.overwrite(mma)
         if warp >= self.warpgroups * 4:
             if const_expr(self.warpgroups > 1):
                 cute.arch.setmaxregister_decrease(REGISTERS[self.warpgroups][0])
