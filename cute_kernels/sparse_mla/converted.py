@@ -22,6 +22,9 @@ ROUND_US, TILE_US, TILE_US_PER_ROW, ROW_BYTES_PER_US = 0.2, 0.3, 4.6e-7, 5e6
 of work tiles and gains on a tile of 64 keys, less for each row of the caches, as f16 rows are twice as many bytes to
 read; the rate of rows that are converted, in and out (perf/log/prefill_mixed.md)."""
 
+LEAST_ROWS = 4096
+"""Of the caches that this was fitted to: fewer are reckoned as so many, as a launch takes its time however few."""
+
 
 @lru_cache(maxsize=4096)
 def is_converted_faster(cache_rows: int, rows: int, heads: int, tiles: int, sms: int) -> bool:
@@ -32,6 +35,7 @@ def is_converted_faster(cache_rows: int, rows: int, heads: int, tiles: int, sms:
     tiles        of the longest row that the width of the lists allows
     sms          multiprocessors
     """
+    cache_rows = max(cache_rows, LEAST_ROWS)
     gain = tiles * (TILE_US - cache_rows * TILE_US_PER_ROW) - ROUND_US
     rounds = -(-rows * head_groups(heads) // sms)
     return rounds * gain > cache_rows * (CONVERTED_ROW_BYTES + HEAD_DIM) / ROW_BYTES_PER_US

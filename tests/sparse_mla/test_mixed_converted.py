@@ -4,6 +4,7 @@ and no GPU: nothing is launched."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -147,6 +148,22 @@ def test_the_faster_form(shape: tuple[int, int, int, int], times: tuple[float, f
     rows, heads, columns, cache_rows = shape
     is_faster = converted.is_converted_faster(cache_rows, rows, heads, columns // 64, 132)
     assert times[is_faster] <= 1.02 * min(times)
+
+
+def test_the_choice_beyond_what_was_measured() -> None:
+    """More query rows and longer lists only speak for converting, more rows of caches only against it. One query row
+    with a tile or two is not worth a launch, however small its caches, and 100000 rows of long lists are."""
+    cache_rows = [1, 64, 1000, 4096, 16384, 131072, 524288, 2**22, 2**25]
+    query_rows, tiles, heads = [1, 16, 132, 133, 1000, 4096, 100_000], [1, 2, 4, 10, 34, 128, 1023], [33, 64, 128]
+    shapes = itertools.product(cache_rows, query_rows, heads, tiles)
+    chosen = {shape: converted.is_converted_faster(*shape, 132) for shape in shapes}
+    for (cached, rows, count, columns), is_faster in chosen.items():
+        if is_faster:
+            assert all(chosen[fewer, rows, count, columns] for fewer in cache_rows if fewer <= cached)
+            assert all(chosen[cached, more, count, columns] for more in query_rows if more >= rows)
+            assert all(chosen[cached, rows, count, longer] for longer in tiles if longer >= columns)
+    assert not any(chosen[cached, 1, count, short] for cached in cache_rows for count in heads for short in (1, 2))
+    assert all(chosen[cached, 100_000, count, 34] for cached in cache_rows[:7] for count in heads)
 
 
 def test_rows_lie_one_behind_the_other(launched: Launches) -> None:
