@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Picks of rows that the registers of a CTA hold: no lists of candidates, whatever the share of picks.
-Rows of up to 16384 columns; topk_select.HELD and HELD_BY_FEW say which of them come here, and where rows may be longer
-each CTA decides (AnyRow). Read topk.py first: orders, places, bins, `Here`, `Part`, `share` and `groups` are explained
-there.
+Rows of up to 24576 columns; topk_select.HELD, HELD_BY_FEW and HELD_BY_TWO say which of them come here, and where rows
+may be longer each CTA or cluster decides (AnyRow). Read topk.py first: orders, places, bins, `Here`, `Part`, `share`
+and `groups` are explained there.
 
     scores   gmem --> registers --best, bound--> bins of equal width --histogram--> the bin with the k-th best
              (calls of few rows ask for all columns while the row's bounds come, and drop those outside; a row that
