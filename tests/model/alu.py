@@ -105,6 +105,8 @@ def _arithmetic(op: Op) -> Run:
     if name in simple:
         return apply(op, simple[name], *sources)
     compared = {"max": np.maximum, "min": np.minimum, "abs": np.abs}[name]
+    if op.kind == "u16x2":
+        return apply(op, lambda x, y: compared(x.view(np.uint16), y.view(np.uint16)).view(U32), *sources)
     if "relu" in op.parts:
         return apply_signed(op, lambda x, y: np.maximum(compared(x, y), 0), *sources)
     return apply_signed(op, compared, *sources)

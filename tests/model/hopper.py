@@ -153,20 +153,26 @@ def _of_registers(words: list[Any], name: str, place: Any, depth: int) -> Any:
 
 @instruction("mma.sync")
 def _multiply_registers(op: Op) -> Run:
-    if op.parts[3:] != ["m16n8k16", "row", "col", "f32", "f16", "f16", "f32"]:
+    kinds: dict[tuple[str, ...], str] = {
+        ("m16n8k16", "row", "col", "f32", "f16", "f16", "f32"): "f16",
+        ("m16n8k32", "row", "col", "f32", "e4m3", "e4m3", "f32"): "e4m3",
+    }
+    name = kinds.get(tuple(op.parts[3:]))
+    if name is None:
         raise NotImplementedError
     results, left, right, sums = (op.slots(i, 32) for i in range(4))
-    columns, depth = 8, 16
+    size = BYTES[name]
+    columns, of_a_word, depth = 8, 4 // size, 32 // size
     place = places(columns)
 
     def multiply(warp: Any, lanes: Any) -> None:
-        a = _of_registers([warp.r[slot] for slot in left], "f16", held_places(4, 2, depth), depth)
+        a = _of_registers([warp.r[slot] for slot in left], name, held_places(4, size, depth), depth)
         words = np.stack([warp.r[slot] for slot in right])
         b = np.empty((columns, depth), F32)
         for i in range(2):
-            for half in range(2):
-                bits = words[i] >> U32(16 * half) & U32(0xFFFF)
-                b[ROW, 8 * i + 2 * COLUMN + half] = from_format(bits, "f16")
+            for j in range(of_a_word):
+                bits = words[i] >> U32(8 * size * j) & U32((1 << 8 * size) - 1)
+                b[ROW, depth // 2 * i + of_a_word * COLUMN + j] = from_format(bits, name)
         total = np.empty((ROWS, columns), F32)
         total[place] = np.stack([warp.r[slot] for slot in sums]).view(F32)
         total = (total + a.astype(np.float64) @ b.T.astype(np.float64)).astype(F32)

@@ -12,6 +12,7 @@ import torch
 
 from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
 from cute_kernels.indexer.hopper.logits import LogitsConfig, LogitsKey
+from cute_kernels.indexer.hopper.logits_mxfp4 import Mxfp4Config, Mxfp4LogitsKey
 from cute_kernels.isa_probes.meaning import TensorMap
 from cute_kernels.runtime import trust
 from tests.indexer.test_logits_launch import Launches
@@ -48,7 +49,7 @@ class Placed:
 class Scores:
     """What a call launches, and the model of it."""
 
-    key: BlackwellLogitsKey | LogitsKey
+    key: BlackwellLogitsKey | LogitsKey | Mxfp4LogitsKey
     got: dict[str, Any]
     placed: Placed
     out: int
@@ -74,7 +75,12 @@ class Scores:
     def place(self, program: Program) -> tuple[bytes, dict[int, TensorMap]]:
         """Parameters, as LogitsKernel.__call__ makes them, and tensor maps."""
         config, got, at = self.key.config, self.got, self.placed.at
-        swizzle = config.row_bytes if isinstance(config, LogitsConfig) else config.operand.swizzle
+        box, swizzle = config.box, config.row_bytes
+        if isinstance(config, Mxfp4Config):
+            # packed codes lie one after the other, and contiguous keys come a tile at a time
+            box, swizzle = (box if self.key.paged else config.keys), 0
+        elif not isinstance(config, LogitsConfig):
+            swizzle = config.operand.swizzle
         query_map = TensorMap(
             at(got["q"]) - GlobalMemory.BASE,
             (config.row_bytes, config.heads, got["row_count"], got["requests"]),
@@ -87,13 +93,13 @@ class Scores:
             at(got["keys"]) - GlobalMemory.BASE,
             (config.row_bytes, got["page_rows"], got["pages"]),
             (got["key_stride"], got["page_stride"]),
-            (config.row_bytes, config.box, 1),
+            (config.row_bytes, box, 1),
             1,
             swizzle,
         )
         values: list[Any] = [bytes(128), bytes(12), bytes(128)]
         # what products do to the sums, of which the kernel reads nothing
-        values += [bytes(1)] * (2 * isinstance(config, LogitsConfig))
+        values += [bytes(1)] * (2 * (not isinstance(self.key, BlackwellLogitsKey)))
         values += [got["requests"], got["row_count"]]
         values += [*divisor(-(-got["row_count"] // config.rows)), *divisor(got["blocks"])]
         values += [at(got["starts"]), at(got["ends"]), got["end_request"], got["limit"], got["out"].shape[1]]
@@ -101,7 +107,7 @@ class Scores:
         values += [*divisor(-(-got["page_rows"] // config.box)), got["pages"], got["limit"]]
         values += [at(got["table"]), got["table_stride"], got["table_columns"]]
         values += [at(got["weights"].data_ptr()), got["weights"].stride(0) * 4]
-        if isinstance(self.key, BlackwellLogitsKey):
+        if not isinstance(self.key, LogitsKey):
             values += [at(got["q_scale"]), got["q_scale_request"], got["q_scale_row"]]
         values += [self.out, self.stride * 4, got["clean"]]
         maps = {QUERY_MAP: query_map, KEY_MAP: key_map}

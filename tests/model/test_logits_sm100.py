@@ -16,6 +16,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels import formats
 from cute_kernels.indexer.blackwell.logits import BlackwellLogitsKey
 from cute_kernels.indexer.hopper.logits import LogitsKey
+from cute_kernels.indexer.hopper.logits_mxfp4 import Mxfp4LogitsKey
 from cute_kernels.indexer.params import LOOKED_AT, WARP
 from tests import oracle
 from tests.compile.reports import compile_report
@@ -27,6 +28,9 @@ from tests.model.events import Record
 from tests.model.logits_calls import Scores
 from tests.model.ptx import Program, parse
 from tests.model.replay import Replay
+
+Key = BlackwellLogitsKey | LogitsKey | Mxfp4LogitsKey
+"""Kernels that the checks here take."""
 
 SHARE = 2.0**-20
 """Of the sum of its magnitudes, that a score may be off by: products of the model are exact, and sums are fp32."""
@@ -40,7 +44,7 @@ STALE = "bytes of an operand are of different versions", "bytes of an operand th
 
 
 @functools.cache
-def program(key: BlackwellLogitsKey | LogitsKey) -> Program:
+def program(key: Key) -> Program:
     return parse(compile_report(key).ptx)
 
 
@@ -115,7 +119,7 @@ def test_contiguous(key: BlackwellLogitsKey, width: int, seed: int) -> None:
 
 
 def check_contiguous(
-    key: BlackwellLogitsKey | LogitsKey,
+    key: Key,
     width: int,
     seed: int,
     ptx: Program,
@@ -126,7 +130,8 @@ def check_contiguous(
 ) -> None:
     """Of so many rows and keys; two rows more than a group has, if it is not said how many."""
     rng = np.random.default_rng(seed)
-    rows, mxfp4 = rows or key.rows + 2, isinstance(key, BlackwellLogitsKey) and key.mxfp4
+    rows = rows or key.rows + 2
+    mxfp4 = key.mxfp4 if isinstance(key, BlackwellLogitsKey) else isinstance(key, Mxfp4LogitsKey)
     q, k = (Rows.make(rng, mxfp4, *lead) for lead in ((rows, key.heads), (count,)))
     weights = some_weights(rng, rows, key.heads)
     bad_key, bad_row = 140, 1
@@ -152,7 +157,7 @@ def check_contiguous(
     assert call.key == key
     got, written = call.run(ptx, seed=seed, **options)
     # of the bad row, of the bad key's neighbours, and of no others
-    assert isinstance(key, LogitsKey) or 0 < call.made_again < 0.8
+    assert not isinstance(key, BlackwellLogitsKey) or 0 < call.made_again < 0.8
     assert (written == 1).all()
     for row in range(rows):
         shift = int(start[row]) if width else 0
@@ -330,9 +335,7 @@ def test_pages(key: BlackwellLogitsKey, fmt: Any, page_rows: int, clean: bool, s
     check_pages(key, fmt, page_rows, clean, seed)
 
 
-def check_pages(
-    key: BlackwellLogitsKey | LogitsKey, fmt: Any, page_rows: int, clean: bool, seed: int, next_n: int = 0
-) -> None:
+def check_pages(key: Key, fmt: Any, page_rows: int, clean: bool, seed: int, next_n: int = 0) -> None:
     """Of requests of so many rows; as many as a group has, if it is not said how many."""
     rng = np.random.default_rng(seed)
     columns = 450
@@ -349,9 +352,7 @@ def check_pages(
     check_paged(got, written, paged, q, weights, clean)
 
 
-def many_tiles(
-    key: BlackwellLogitsKey | LogitsKey, fmt: Any, ptx: Program, events: Any = None, has_short_groups: bool = False
-) -> None:
+def many_tiles(key: Key, fmt: Any, ptx: Program, events: Any = None, has_short_groups: bool = False) -> None:
     """A call with more tiles in a block than stages and, of one row, more groups than a warp looks at, of two more than
     it has threads; a key is NaN. With short groups in a row, queries go round before keys do."""
     rng = np.random.default_rng(7)
@@ -367,7 +368,7 @@ def many_tiles(
     call = Scores.of("paged_mqa_logits", args, 1, key.arch, skip)
     assert call.key == key
     got, written = call.run(ptx, seed=1, laziness=0.8, events=events)
-    assert isinstance(key, LogitsKey) or 0 < call.made_again < 0.2
+    assert not isinstance(key, BlackwellLogitsKey) or 0 < call.made_again < 0.2
     paged.lens = np.where(lens > skip, lens, 0)
     check_paged(got, written, paged, q, weights, False)
 
@@ -405,7 +406,7 @@ def assert_no_phase_is_skipped(record: Record) -> None:
         assert phases == list(range(len(phases))), f"mbarrier {place:#x}, warp {number}: {phases}"
 
 
-def check_many_tiles(key: BlackwellLogitsKey | LogitsKey, fmt: Any) -> None:
+def check_many_tiles(key: Key, fmt: Any) -> None:
     record = Record(program(key))
     many_tiles(key, fmt, program(key), lambda cluster: record, has_short_groups=True)
     assert_no_phase_is_skipped(record)

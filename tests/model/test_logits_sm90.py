@@ -3,13 +3,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 from cute_kernels.formats import INDEXER_FP8
 from cute_kernels.indexer.hopper.logits import LogitsKey
-from tests.model.test_logits_sm100 import check_contiguous, check_many_tiles, check_pages, program
+from tests.model.logits_calls import Scores
+from tests.model.test_logits_sm100 import (
+    Paged,
+    check_contiguous,
+    check_many_tiles,
+    check_paged,
+    check_pages,
+    paged_call,
+    program,
+)
 
 CONTIGUOUS = LogitsKey("sm_90a", 64, 4, False, 64)
 PAGED = [LogitsKey("sm_90a", 64, rows, True, 64) for rows in range(1, 5)]
@@ -43,3 +53,16 @@ def test_many_tiles_in_one_block(key: LogitsKey) -> None:
     """All rings go round, with as many groups as have to be counted first; rows that see few keys are not scored. In
     other orders, too, nothing hangs, and nothing meets that has to be kept apart."""
     check_many_tiles(key, INDEXER_FP8)
+
+
+def test_groups_of_one_tile() -> None:
+    """Of four rows, for each warpgroup in a block: wherever in a round a tile is, it begins and ends a group. Queries
+    go round three times."""
+    key, rng = PAGED[3], np.random.default_rng(5)
+    lens = np.full((12, 4), 128, np.int32) - np.arange(4, dtype=np.int32)
+    paged = Paged.make(rng, INDEXER_FP8, 64, lens, 130)
+    args, q, weights = paged_call(rng, paged, INDEXER_FP8, key.heads, 130, False)
+    call = Scores.of("paged_mqa_logits", args, 1, key.arch)
+    assert call.key == key
+    got, written = call.run(program(key), seed=2)
+    check_paged(got, written, paged, q, weights, False)
