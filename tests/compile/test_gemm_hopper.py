@@ -59,13 +59,19 @@ def test_the_assembler_waits_for_no_product_on_its_own(key: GemmKey) -> None:
         return
     several: list[str] = []
     for size in range(key.unrolled, 0, -SCALED_CHUNKS):
-        together = multiply * key.depth + (wait + multiply) * (size - key.depth) + wait * key.depth
+        before, behind = [], multiply
+        if key.interleaved:
+            # the oldest is waited for between the halves of a product
+            before, behind = multiply[:2], multiply[2:]
+        full = key.depth - 1 if key.interleaved else key.depth
+        together = multiply * full + (before + wait + behind) * (size - full) + wait * full
         several += together if key.depth > 1 else alone * size
     assert order == several + alone
 
 
-MOVED = {(64, 64, 4): 40}
-"""Rows, columns and depth of kernels some of whose places in shared memory are in registers of each thread."""
+MOVED = {(64, 64, 4, False): 40, (128, 96, 2, True): 300}
+"""Rows, columns, depth and whether interleaved, of kernels some of whose places in shared memory are in registers of
+each thread."""
 
 
 def test_places_of_operands_are_in_registers_of_the_warp(key: GemmKey) -> None:
@@ -73,7 +79,7 @@ def test_places_of_operands_are_in_registers_of_the_warp(key: GemmKey) -> None:
     report = compile_report(key)
     if report.in_sass is None:
         pytest.skip("nvdisasm is not installed (package nvidia-cuda-nvdisasm)")
-    assert len(report.in_sass.findall("R2UR")) <= MOVED.get((key.rows, key.columns, key.depth), 4)
+    assert len(report.in_sass.findall("R2UR")) <= MOVED.get((key.rows, key.columns, key.depth, key.interleaved), 4)
 
 
 def registers_of_roles(sass: str) -> list[int]:
