@@ -8,7 +8,7 @@ in their order, each with the output of the one before, and a call is the whole 
 metadata: a copy of numbers and a launch.
 Requests of a decode step have lengths of their own, up to 255 tokens below the context, as in serving: which of them
 close a group of compressed tokens differs from step to step. In cells named by a kind of unequal lengths (perf.grid)
-most are far shorter than the context.
+they are as much below lengths of that kind, of which most are far shorter than the context.
 
 The bytes of a cell are what no layer of this kind can do without: its weights once, the cache rows and keys that it
 reads, and hidden states in and out; its FLOPs those of its products. Where caches do not fit into the GPU's memory a
@@ -149,9 +149,8 @@ class Case:
         """Tokens of each request after the step."""
         if self.phase == "prefill":
             return [self.context + self.rows]
-        if self.unequal:
-            return [max(length, self.rows + 8) for length in lengths(self.unequal, self.requests, self.context)]
-        return [max(self.context - 61 * r % 256, self.rows + 8) for r in range(self.requests)]
+        found = lengths(self.unequal, self.requests, self.context)
+        return [max(length - 61 * r % 256, self.rows + 8) for r, length in enumerate(found)]
 
     @property
     def layer_key(self) -> tuple[Any, ...]:

@@ -229,7 +229,7 @@ CASES: dict[str, tuple[Key, Call, int]] = {
     ),
     "the oldest of two, columns of two blocks": (
         gemm("e4m3", "bf16", 128, 96, 1, unrolled=8, interleaved=True),
-        Call(130, 1, 272, 9, seed=26),
+        Call(130, 1, 272, 13, seed=26),
         1,
     ),
     "two blocks of columns": (gemm("e4m3", "bf16", 64, 96, 1), Call(70, 1, 400, 5, seed=20), 2),
