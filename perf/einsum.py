@@ -22,7 +22,7 @@ from perf.peers import Product, compile_products, load_peer
 
 EQUATION, RECIPE = "bhr,hdr->bhd", [1, 128, 128]
 RANK, WIDTH = 1024, 4096
-ROWS = (1, 64, 512, 1024, 8192, 32768)
+ROWS = (1, 64, 512, 1000, 1024, 5000, 8192, 32768)
 BETWEEN_ROWS = draw_rows("einsum", ROWS, 6)
 GROUPS = (8, 16, 1)
 """Groups of a rank: V4-Flash whole, V4-Pro whole, V4-Flash split over eight."""

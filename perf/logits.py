@@ -41,6 +41,8 @@ PREFILLS = (
 DECODES = (
     *((batch, 1, keys) for keys in (8192, 32768) for batch in (1, 8, 32, 64, 128, 256)),
     *((batch, next_n, 8192) for next_n in (2, 4) for batch in (1, 64)),
+    (48, 2, 70000),
+    (100, 2, 70000),
 )
 """(requests, rows of each, keys of each)."""
 

@@ -29,6 +29,9 @@ FORMATS = {"plain_bf16/1": "", "plain_fp8/1": "fp8 "}
 WINDOW, PAGE_ROWS, REQUESTS, BEFORE = 128, 64, 8, 1000
 """Columns of the window, rows of a page of both caches, requests of equal length, and their context before the call."""
 
+UNTUNED = (Shape(5000, 128, 1152, 65536),)
+"""Beside prefill's shapes."""
+
 
 @dataclass(frozen=True)
 class MixedSet:
@@ -109,7 +112,7 @@ def sweep(
 ) -> list[dict[str, Any]]:
     """Records of sparse_mla_mixed, all shapes or those with that many query rows, over caches of both formats; as
     variants prefill, given rows, the portable kernel, and over e4m3 caches the same over bf16 ones and both forms."""
-    chosen = of_rows((*SHAPES, *BETWEEN_SHAPES), rows)
+    chosen = of_rows((*SHAPES, *UNTUNED, *BETWEEN_SHAPES), rows)
     cost = OPS[OP].cost
     assert cost is not None
     records = []

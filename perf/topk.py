@@ -23,6 +23,9 @@ LONG = ((1, 262144), (8, 262144), (80, 262144), (200, 262144), (1, 1048576))
 """(rows, columns): of a decode step, and of contexts of one and four million tokens at ratio 4."""
 UNEQUAL_ROWS, UNEQUAL_COLUMNS = (16, 48, 192), 32768
 PREFILL = ((4096, 4096), (4096, 16384), (1024, 65536))
+UNTUNED_DECODE = tuple((rows, columns) for columns in (5000, 70000) for rows in (3, 48, 200))
+UNTUNED_PREFILL = ((2000, 5000), (2000, 70000))
+"""(rows, columns), with all of MORE_PICKS: neither multiples of a tile nor sizes that shapes were chosen by."""
 
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"warps": 8, "vectors": 4},
@@ -79,9 +82,11 @@ def _case(op: str, rows: int, columns: int, k: int, is_slots: bool = False, kind
     return Case(name, rows, partial(_make, op, rows, columns, k, is_slots, kind), facts)
 
 
-def _cases(op: str, shapes: Sequence[tuple[int, int]], is_slots: bool = False) -> tuple[Case, ...]:
+def _cases(
+    op: str, shapes: Sequence[tuple[int, int]], is_slots: bool = False, picks: Sequence[int] = PICKS
+) -> tuple[Case, ...]:
     return tuple(
-        _case(op, rows, columns, k, is_slots) for rows, columns in shapes for k in (PICKS[:1] if is_slots else PICKS)
+        _case(op, rows, columns, k, is_slots) for rows, columns in shapes for k in (picks[:1] if is_slots else picks)
     )
 
 
@@ -172,7 +177,12 @@ BENCHES = (
     ),
     Bench(
         op="top_k_per_row_decode",
-        cases=_cases("decode", DECODE + LONG) + _cases("decode", DECODE, is_slots=True) + _unequal_cases(),
+        cases=(
+            *_cases("decode", DECODE + LONG),
+            *_cases("decode", UNTUNED_DECODE, picks=MORE_PICKS),
+            *_cases("decode", DECODE, is_slots=True),
+            *_unequal_cases(),
+        ),
         quick=(1, 64),
         between=_between("decode", (2, 250), (3000, 200_000), MORE_PICKS),
         peers={
@@ -186,7 +196,7 @@ BENCHES = (
     ),
     Bench(
         op="top_k_per_row_prefill",
-        cases=_cases("prefill", PREFILL),
+        cases=_cases("prefill", PREFILL) + _cases("prefill", UNTUNED_PREFILL, picks=MORE_PICKS),
         quick=(1024,),
         between=_between("prefill", (300, 4000), (3000, 100_000), MORE_PICKS),
         peers={"vllm-per-row": _vllm("top_k_per_row_prefill")},
