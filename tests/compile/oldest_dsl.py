@@ -21,7 +21,7 @@ from cute_kernels.runtime.report import problems
 LOADED = "kv_cache.qnorm"
 NAMES = {
     "sm_90a": (
-        "compressor.ratio4", "indexer.hopper.logits", "indexer.topk", LOADED, "linear.hopper.gemm_swap_ab",
+        "compressor.ratio4", "indexer.hopper.logits", "indexer.topk_any", LOADED, "linear.hopper.gemm_swap_ab",
         "sparse_mla.hopper.decode",
     ),
     "sm_100a": ("indices.translate", "norm.rms", "output.blackwell.einsum", "sparse_mla.blackwell.decode"),

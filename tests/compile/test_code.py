@@ -36,7 +36,7 @@ from cute_kernels.indexer import block_maxima, block_picks, merge_keys, picked_k
 from cute_kernels.indexer import gather as index_gather
 from cute_kernels.indexer import launch as scores
 from cute_kernels.indexer import select as select_scores
-from cute_kernels.indexer.hopper.logits import MANY_COLUMNS, LogitsKey
+from cute_kernels.indexer.hopper.logits import MANY_COLUMNS, TILES_OF_ROUND, LogitsKey
 from cute_kernels.indexer.hopper.logits_candidates import CandidateLogitsKey
 from cute_kernels.indexer.hopper.logits_mxfp4 import HALVES
 from cute_kernels.indexer.mma_sync.logits import STEP, PortableLogitsKey
@@ -523,15 +523,16 @@ def gathers_of_index_keys() -> Iterator[Row]:
 
 
 def hoppers_scores() -> Iterator[Row]:
-    """With two accumulators there are two rounds of both. A row of queries is a copy; keys are one, by a lane for each
-    box of pages."""
+    """With two accumulators a round has two tiles of both, in pages three. A row of queries is a copy; keys are one, by
+    a lane for each box of pages."""
     config = MODELS["v4-flash"]
     deployed = [*scores.logits_keys(config, 1, HOPPER), *scores.paged_logits_keys(config, 1, HOPPER)]
     keys = [key for key in deployed if type(key) is LogitsKey]
     shapes = [(16, 4, False, 64), (48, 4, False, 64), (48, 3, True, 64), (32, 1, True, 8), (48, 4, True, 8)]
     keys += [select_scores.own_key(HOPPER, *shape) for shape in (*shapes, (64, 4, True, 8))]
     for key in keys:
-        count = {1: 4, 2: 16}[key.config.accumulators]
+        tiles = TILES_OF_ROUND if key.paged else 2
+        count = 4 if key.config.accumulators == 1 else 4 * 2 * tiles
         ptx = {r"\bwgmma\.mma_async\.": count, r"\bsetmaxnreg\.": 2 * (key.config.columns >= MANY_COLUMNS)}
         yield Row(key, of_threads(key.config.threads), ptx | copies(key.rows + 1))
     for shape in ((64, 1, True, 64), (64, 4, False, 64), (48, 2, True, 8)):

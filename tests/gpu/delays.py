@@ -45,7 +45,6 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "logits.LogitsKey": ("mqa_logits", "paged_mqa_logits", "score_top_k_decode", "score_top_k_prefill"),
     "logits_mxfp4.Mxfp4LogitsKey": ("mqa_logits", "paged_mqa_logits"),
     "logits_candidates.CandidateLogitsKey": ("score_candidates_decode", "score_candidates_prefill"),
-    "topk.TopKKey": ("top_k_per_row_decode", "top_k_per_row_prefill"),
     "topk_held.AnyTopKKey": ("top_k_per_row_decode", "top_k_per_row_prefill"),
     "ratio128.C128Key": ("fused_compress_norm_rope_store",),
     "gather.GatherBulkKey": ("dequantize_and_gather_k_cache",),
