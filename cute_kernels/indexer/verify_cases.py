@@ -183,7 +183,7 @@ def top_k_prefill() -> Iterator[Example]:
 
 def soak_top_k() -> Iterator[Example]:
     """top_k_per_row_prefill of rows that clusters share: as many as run at a time, and more."""
-    for rows, columns, k in ((14, 50000, 1024), (20, 530000, 512)):
+    for rows, columns, k in ((14, 50000, 1024), (30, 40000, 512), (20, 530000, 512)):
         starts = torch.arange(rows, dtype=torch.int32) * 5
         ends = torch.full((rows,), columns, dtype=torch.int32)
         yield Example(_name(rows, columns, k), (_scores(rows, columns), starts, ends, _out(rows, k), rows, k))

@@ -11,16 +11,28 @@ import torch
 from cute_kernels.runtime.arch import SMEM_BYTES
 from perf import topk
 from perf.grid import LENGTHS
-from perf.topk import BENCHES, DECODE, LONG, PICKS, PREFILL, VARIANTS, same_picks
+from perf.topk import (
+    BENCHES,
+    DECODE,
+    LONG,
+    PICKS,
+    PREFILL,
+    UNTUNED_DECODE,
+    UNTUNED_PREFILL,
+    VARIANTS,
+    same_picks,
+)
 
 
 def test_shapes() -> None:
     every, decode, prefill = BENCHES
     assert every.op == "all_visible_entries"
     assert (decode.op, prefill.op) == ("top_k_per_row_decode", "top_k_per_row_prefill")
-    for bench, shapes in ((decode, DECODE + LONG), (prefill, PREFILL)):
+    for bench, shapes, untuned in ((decode, DECODE + LONG, UNTUNED_DECODE), (prefill, PREFILL, UNTUNED_PREFILL)):
         names = [case.name for case in bench.cases if not case.name.endswith(("slots", *LENGTHS))]
-        assert names == [f"{rows}x{columns} k={k}" for rows, columns in shapes for k in PICKS]
+        wanted = [(*shape, k) for shape in shapes for k in PICKS]
+        wanted += [(*shape, k) for shape in untuned for k in (512, 1024, 2048)]
+        assert names == [f"{rows}x{columns} k={k}" for rows, columns, k in wanted]
         assert {case.rows for case in bench.cases} >= set(bench.quick)
         assert "vllm-per-row" in bench.peers
         assert all(case.name.endswith(" between") and case.shape["group"] == "between" for case in bench.between)
