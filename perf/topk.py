@@ -73,7 +73,7 @@ def _make(op: str, rows: int, columns: int, k: int, is_slots: bool, kind: str, s
     if op == "decode":
         slots = (_table(rows, columns), PAGE_ROWS) if is_slots else (None, 0)
         return logits, ends[:, None], out, rows, k, *slots, True
-    return logits, torch.zeros_like(ends), ends, out, rows, k
+    return logits, torch.zeros_like(ends), ends, out, rows, k, True
 
 
 def _case(op: str, rows: int, columns: int, k: int, is_slots: bool = False, kind: str = "") -> Case:
@@ -135,7 +135,7 @@ def _vllm(name: str) -> Callable[[], Run]:
         workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
 
         def run(logits: Any, *rest: Any) -> None:
-            *bounds, out, rows, k = rest if name.endswith("prefill") else _local(rest)
+            *bounds, out, rows, k = rest[:-1] if name.endswith("prefill") else _local(rest)
             strides = logits.stride()
             if name == "top_k_per_row_prefill":
                 kernel(logits, *bounds, out, rows, *strides, k)
@@ -156,7 +156,7 @@ def _variants(op: str) -> dict[str, Run]:
     bounds_of = topk_select.decode_bounds if op == "decode" else topk_select.prefill_bounds
 
     def run(fields: dict[str, Any], logits: Any, *rest: Any) -> None:
-        *bounds, out, rows, k = rest if op == "prefill" else _local(rest)
+        *bounds, out, rows, k = rest[:-1] if op == "prefill" else _local(rest)
         key = topk_select.of_shape(arch_of(0), **fields)
         if not logits.shape[1] <= key.capacity <= 4 * logits.shape[1]:
             raise NotImplementedError(f"holds rows of {key.capacity} columns")
@@ -201,6 +201,7 @@ BENCHES = (
         between=_between("prefill", (300, 4000), (3000, 100_000), MORE_PICKS),
         peers={"vllm-per-row": _vllm("top_k_per_row_prefill")},
         variants=partial(_variants, "prefill"),
+        apart=not_dependent,
         peer_same=same_picks,
     ),
 )

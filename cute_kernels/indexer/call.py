@@ -167,6 +167,7 @@ class TopKPrefillCall(NamedTuple):
     out: torch.Tensor
     num_rows: int
     k: int
+    use_pdl: bool
 
 
 class TopKDecodeCall(NamedTuple):

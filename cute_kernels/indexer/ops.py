@@ -525,7 +525,7 @@ def _top_k_prefill_kernel() -> OpKernel[TopKPrefillCall]:
 
 _top_k_prefill = define_op(
     "top_k_per_row_prefill(Tensor logits, Tensor row_starts, Tensor row_ends, Tensor(a!) out, SymInt num_rows, "
-    "SymInt k) -> ()",
+    "SymInt k, bool use_pdl) -> ()",
     TopKPrefillCall,
     check=_check_top_k_prefill,
     reference=reference.top_k_per_row_prefill,
@@ -544,6 +544,8 @@ def top_k_per_row_prefill(
     stride0: int,
     stride1: int,
     k: int,
+    *,
+    use_pdl: bool = True,
 ) -> None:
     """Pick the k largest scores among columns row_starts[r] .. row_ends[r] - 1 of each row, counted from the start.
 
@@ -559,11 +561,12 @@ def top_k_per_row_prefill(
     stride0      logits.stride(0)
     stride1      logits.stride(1), which must be 1
     k            picks per row
+    use_pdl      launch as a dependent of the kernel before, which costs where that one lets nothing start early
 
     Raises ValueError or TypeError on arguments that do not fit.
     """
     _check_top_k_strides("top_k_per_row_prefill", logits, stride0, stride1)
-    _top_k_prefill(TopKPrefillCall(logits, row_starts, row_ends, out, num_rows, k))
+    _top_k_prefill(TopKPrefillCall(logits, row_starts, row_ends, out, num_rows, k, use_pdl))
 
 
 def _check_top_k_decode(call: TopKDecodeCall) -> None:

@@ -6,7 +6,7 @@ and `groups` are explained there.
 
     scores   gmem --> registers --best, bound--> bins of equal width --histogram--> the bin with the k-th best
              (calls of few rows ask for all columns while the row's bounds come, and drop those outside; a row that
-             is much shorter is then loaded again, by all warps)
+             half of the registers hold is then loaded again, by all warps: EitherRow)
     -------- barrier (Bins.extremes), and two in Bins.find ---------------------------------------------------
     marks    of a thread's scores: surely picked (better bins), tied (that bin)
     ties     listed --barrier--> each ranked by a warp, by score and place; or, if they are many with the same score,
@@ -171,13 +171,7 @@ class HeldRow:
         or None; share, groups: topk.py's."""
         scores, each = self.hold(here, part) if const_expr(held is None) else held
         if const_expr(held is not None):
-            own = self.each(part)
-            if 2 * own <= each:
-                # most of the warps would have nothing of a row that is much shorter than the call's columns
-                each = own
-                self.load(here, part, each, scores)
-            else:
-                self.cut(here, part, each, scores)
+            self.cut(here, part, each, scores)
         if here.thread == 0:
             ptx.store_shared_64(here.at + self.config.late, each, part.first)
         first, last = self.extremes(here, *self.bounds(part, each, scores, k))
@@ -476,12 +470,13 @@ class HeldRow:
 
 
 class EitherRow:
-    """Of a row that a CTA holds, in half of its registers if these are enough: half of the instructions."""
+    """Of a row that a CTA holds, in half of its registers if these are enough: half of the instructions. is_early: as
+    of HeldRow. Most of the warps would have nothing of a row that is much shorter than the columns asked for early, so
+    the shorter ones are loaded again."""
 
-    is_early = False
-
-    def __init__(self, config: HeldConfig) -> None:
-        self.longer = HeldRow(config, False)
+    def __init__(self, config: HeldConfig, is_early: bool) -> None:
+        self.is_early = is_early
+        self.longer = HeldRow(config, is_early)
         self.shorter = HeldRow(HeldConfig(config.warps, config.vectors // 2), False)
 
     @cute.jit
@@ -489,13 +484,17 @@ class EitherRow:
         """What must be zero at first, the same of both. A barrier follows, in `select`."""
         self.longer.clear(here)
 
+    def hold(self, here: Here, part: Part) -> tuple[Any, Any]:
+        """As of HeldRow."""
+        return self.longer.hold(here, part)
+
     @cute.jit
     def select(
         self, here: Here, part: Part, held: Any, k: Int32, share: Int32, groups: Int32, out: Int64, slots: Slots
     ) -> None:
-        """As of HeldRow. held: None."""
+        """As of HeldRow."""
         if part.stop > self.shorter.config.places:
-            self.longer.select(here, part, None, k, share, groups, out, slots)
+            self.longer.select(here, part, held, k, share, groups, out, slots)
         else:
             self.shorter.select(here, part, None, k, share, groups, out, slots)
 
@@ -510,7 +509,7 @@ class AnyRow:
 
     def __init__(self, config: TopKConfig) -> None:
         # a CTA of a cluster has a multiprocessor's registers
-        most = MOST_VECTORS if config.cluster > 1 and config.warps <= 16 else min(config.vectors, 4)
+        most = MOST_VECTORS if config.cluster > 1 and config.warps <= 24 else min(config.vectors, 4)
         self.held = HeldRow(HeldConfig(config.warps, most), False)
         self.longer = RowPicks(config)
 
@@ -551,8 +550,8 @@ class HeldTopKKey(TopKKey):
         return HeldConfig(self.warps, self.vectors)
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        is_halved = self.vectors == MOST_VECTORS and not self.is_spread
-        row = EitherRow(self.config) if is_halved else HeldRow(self.config, self.is_spread)
+        is_halved = self.vectors == MOST_VECTORS or (self.is_spread and self.vectors > 1)
+        row = EitherRow(self.config, self.is_spread) if is_halved else HeldRow(self.config, self.is_spread)
         return TopKKernel(self, row), self.arguments()
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel picks the best columns of rows (topk.py, topk_held.py), and how its ops launch it: top_k_per_row_prefill
-(PREFILL), top_k_per_row_decode (DECODE) and all_visible_entries (ALL_VISIBLE)."""
+"""Which kernel picks the best columns of rows (topk.py, topk_held.py, topk_whole.py), and how its ops launch it:
+top_k_per_row_prefill (PREFILL), top_k_per_row_decode (DECODE) and all_visible_entries (ALL_VISIBLE)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from cute_kernels.indexer import topk_whole
 from cute_kernels.indexer.call import AllVisibleCall, TopKDecodeCall, TopKPrefillCall
 from cute_kernels.indexer.topk import CLUSTER_ARCHS, GROUPS, TopKKey
 from cute_kernels.indexer.topk_held import AnyTopKKey, HeldTopKKey
 from cute_kernels.models import ModelConfig, has_indexer
 from cute_kernels.runtime.arch import SMEM_BYTES, arch_of
+from cute_kernels.runtime.compile import KernelKey
 from cute_kernels.runtime.compile import launch as launch_key
 from cute_kernels.runtime.key import OpKernel
 
@@ -64,10 +66,10 @@ PICKS = 2048
 """More of them, and those between this and half of it, overflow shorter lists, which costs a second pass."""
 
 CHOICES = (
-    (9, 32768, ANY, (16, 4, 8, 8)),
-    (15, 49152, ANY, (16, 4, 8, 8)),
-    (31, 32768, ANY, (16, 8, 4, 8)),
     (ANY, 524288, ANY, (32, 4, 8, 8)),
+    (15, 98304, ANY, (16, 4, 8, 8)),
+    (15, 65536, ANY, (24, 4, 8, 8)),
+    (31, 32768, ANY, (16, 8, 4, 8)),
     (40, 196608, PICKS, (32, 8, 1, 8)),
     (67, 65536, PICKS, (32, 4, 1, 16)),
     (105, 65536, PICKS // 2, (16, 8, 1, 16)),
@@ -89,10 +91,12 @@ CHOICES = (
 the first that fits. On an H100, k = 1024 where nothing else is said:
 
     clusters of eight   8 x 70000 10.1 us, 8 x 262144 14.1, by (32, 8, 1, 8) 11.1 and 20.8; 16 x 70000 13.0 and 11.5;
-                        on an H200, k = 2048, 1 x 33000 7.8, by (32, 4, 1, 16) 9.8
-    clusters of four    on an H200, k = 512, 16 x 70000 9.9 (11.1), 16 x 131072 11.4 (14.3), 30 x 262144 18.6 (21.4), 14
-                        x 33000 7.0 (8.0), by clusters of eight 8.0; 14 x 70000 9.7, by clusters of eight 8.8; 48 x
-                        262144 33.6, in two rounds (25.1)
+                        on an H200, k = 512, of 16 and 24 warps: 3 x 70000 8.2 and 8.1, of lengths that are spread
+                        evenly 10.8 and 8.4 (CTAs hold shorter rows, and little more than they hold is slow); 3 x
+                        131072 8.0 and 9.3
+    clusters of four    on an H200, k = 512, 16 x 70000 9.9 (11.1), 16 x 131072 11.4 (14.3), 30 x 262144 18.6 (21.4); 3
+                        x 33000 6.7, by clusters of eight 7.6, of lengths that are spread evenly 6.7 and 10.9; 14 x
+                        49000 7.3 and 7.8; 14 x 70000 9.6 and 8.7; 48 x 262144 33.6, in two rounds (25.1)
     (32, 8, 1, 8)       24 x 262144 22.0, by (32, 4, 1, 16) 23.6; 64 x 262144 35.1 and 33.8; 64 x 70000, k = 4096, 20.1
                         and 26.4; 80 x 20000 9.1 and 9.6
     (16, 8, 1, 16)      80 x 262144 41.6, by (32, 4, 1, 16) 44.9; 132 x 262144 63.3 and 61.2; 200 x 33000 17.7, by (16,
@@ -182,9 +186,9 @@ def width_of(logits: torch.Tensor) -> int:
     return int(logits.shape[1]) + (0 if is_aligned else 3)
 
 
-def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[TopKKey]:
+def deployment_keys(config: ModelConfig, tp: int, arch: str) -> list[KernelKey]:
     """Layers with an indexer, with rows of any length."""
-    return keys_of(arch) if has_indexer(config) else []
+    return [*keys_of(arch), *topk_whole.keys_of(arch)] if has_indexer(config) else []
 
 
 # ---- launch
@@ -227,10 +231,13 @@ def run(
     """
     if rows == 0:
         return
-    device_index = out.device.index
+    device_index, columns = out.device.index, logits.shape[1]
+    bounds = starts, ends, (columns if limit is None else limit, shifts), slots
+    if columns <= k:
+        launch_whole(columns, bounds, out, rows, k, use_pdl)
+        return
     # more rows make no difference
     key, *shares = choose(device_index, min(rows, MANY_ROWS), width_of(logits), k)
-    bounds = starts, ends, (logits.shape[1] if limit is None else limit, shifts), slots
     launch_key(key, device_index, *arguments(logits, bounds, out, rows, k, *shares), use_pdl)
 
 
@@ -250,6 +257,16 @@ def arguments(
     early_lines = columns // 32 if rows * columns * 4 <= EARLY_BYTES else 0
     numbers = (number for part in bounds for number in part)
     return out, *scores, *numbers, rows, k, share, groups, early_lines
+
+
+def launch_whole(
+    columns: int, bounds: tuple[tuple[int, ...], ...], out: torch.Tensor, rows: int, k: int, use_pdl: bool
+) -> None:
+    """Rows of at most k columns, whose scores do not matter."""
+    device_index = out.device.index
+    key = topk_whole.key_for(arch_of(device_index), rows, k)
+    numbers = (number for part in bounds for number in part)
+    launch_key(key, device_index, out, columns, *numbers, rows, k, use_pdl)
 
 
 def launch_with(
@@ -278,7 +295,8 @@ def why_not_prefill(call: TopKPrefillCall) -> str:
 
 def launch_prefill(call: TopKPrefillCall) -> None:
     """Run the kernel on the current stream of out's device."""
-    run(call.logits, *prefill_bounds(call.row_starts, call.row_ends), call.out, call.num_rows, call.k)
+    bounds = prefill_bounds(call.row_starts, call.row_ends)
+    run(call.logits, *bounds, call.out, call.num_rows, call.k, use_pdl=call.use_pdl)
 
 
 def prefill_bounds(
@@ -333,12 +351,8 @@ def launch_all_visible(call: AllVisibleCall) -> None:
     rows, k = call.out.shape
     if rows == 0:
         return
-    # rows that all have at most k columns: columns without scores: nobody looks at them
-    scores = 0, 0, k
-    starts, ends = decode_bounds(call.visible)
-    numbers = *scores, *starts, *ends, k, 0, *slots(call.slot_block_table, call.slot_rows_per_page), rows, k
-    key = HeldTopKKey(arch_of(call.out.device.index), *HELD[0][1][1])
-    launch_key(key, call.out.device.index, call.out, *numbers, 0, 1, 0, True)
+    bounds = *decode_bounds(call.visible), (k, 0), slots(call.slot_block_table, call.slot_rows_per_page)
+    launch_whole(k, bounds, call.out, rows, k, True)
 
 
 PREFILL = OpKernel(launch_prefill, why_not_prefill, deployment_keys)

@@ -122,6 +122,7 @@ _TOP_K = ((3, 100, 512), (7, 3001, 512), (5, 8192, 1024), (3, 20000, 2048), (2, 
 """(rows, columns, k)."""
 
 _MANY_TOP_K = (
+    (3, 900, 512),
     (3, 1500, 512),
     (3, 5000, 512),
     (3, 6000, 512),
@@ -129,6 +130,7 @@ _MANY_TOP_K = (
     (3, 12000, 512),
     (3, 16000, 512),
     (3, 24000, 512),
+    (3, 100000, 512),
     (3, 530000, 512),
     (130, 700, 512),
     (130, 1500, 512),
@@ -149,6 +151,7 @@ _MANY_TOP_K = (
     (31, 25000, 1024),
     (31, 40000, 512),
     (31, 270000, 512),
+    (1030, 300, 512),
 )
 """The same, for kernels that others are too few or too narrow for."""
 
@@ -173,12 +176,13 @@ def _name(rows: int, columns: int, k: int) -> str:
 
 
 def top_k_prefill() -> Iterator[Example]:
-    """top_k_per_row_prefill(logits, row_starts, row_ends, out, num_rows, k)"""
+    """top_k_per_row_prefill(logits, row_starts, row_ends, out, num_rows, k, use_pdl)"""
     for rows, columns, k in _TOP_K + _MANY_TOP_K:
         starts = torch.arange(rows, dtype=torch.int32) * 5 - 2
         ends = torch.tensor([columns, columns - 1, columns + 9, k + 3, columns // 2, -1, 2**31 - 1]).int()
         ends = ends.repeat(-(-rows // 7))[:rows]
-        yield Example(_name(rows, columns, k), (_scores(rows, columns), starts, ends, _out(rows, k), rows, k))
+        results = _out(rows, k), rows, k
+        yield Example(_name(rows, columns, k), (_scores(rows, columns), starts, ends, *results, rows % 2 == 0))
 
 
 def soak_top_k() -> Iterator[Example]:
@@ -186,7 +190,7 @@ def soak_top_k() -> Iterator[Example]:
     for rows, columns, k in ((14, 50000, 1024), (30, 40000, 512), (20, 530000, 512)):
         starts = torch.arange(rows, dtype=torch.int32) * 5
         ends = torch.full((rows,), columns, dtype=torch.int32)
-        yield Example(_name(rows, columns, k), (_scores(rows, columns), starts, ends, _out(rows, k), rows, k))
+        yield Example(_name(rows, columns, k), (_scores(rows, columns), starts, ends, _out(rows, k), rows, k, True))
 
 
 def _table(requests: int, columns: int, page_rows: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from cute_kernels.runtime.report import problems
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
+from cute_kernels.indexer import topk_whole
 from cute_kernels.indexer.topk import CLUSTER_ARCHS
 from cute_kernels.indexer.topk_held import AnyTopKKey, HeldTopKKey
 from cute_kernels.indexer.topk_select import MANY, deployment_keys, groups_for, key_for, keys_of, share_for
@@ -27,7 +28,8 @@ ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_80", "sm_89", "sm_120a")
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(arch: str, pytestconfig: pytest.Config) -> None:
-    keys = deployment_keys(MODELS["v4-flash"], 1, arch)
+    keys = keys_of(arch)
+    assert deployment_keys(MODELS["v4-flash"], 1, arch) == [*keys, *topk_whole.keys_of(arch)]
     chosen = of_run(keys, pytestconfig) if arch == "sm_90a" else [keys[0], keys[-1]]
     for key in dict.fromkeys((*chosen, AnyTopKKey(arch, *MANY))):
         report = compile_report(key)
@@ -41,8 +43,8 @@ def test_compiles(arch: str, pytestconfig: pytest.Config) -> None:
         assert report.in_ptx.has(r"barrier\.cluster") == (key.cluster > 1)
         assert report.in_ptx.has(r"griddepcontrol\.wait") == (arch not in ("sm_80", "sm_89"))
         assert report.in_sass is None or not report.in_sass.has(r"STL|LDL")
-        # registers for 32 warps, as far as whole blocks have them, or 16 where a block shares its row
-        warps = 16 if key.cluster > 1 else 32 // key.warps * key.warps
+        # registers for 32 warps, as far as whole blocks have them, or for a block that shares its row
+        warps = max(key.warps, 16) if key.cluster > 1 else 32 // key.warps * key.warps
         assert report.registers * 32 * warps <= 65536
         if report.in_sass is not None:
             sass = report.in_sass
@@ -52,6 +54,19 @@ def test_compiles(arch: str, pytestconfig: pytest.Config) -> None:
                 waits = min(i for i in maxima if i > loads[0])
                 assert loads[number - 1] < waits
                 loads = [i for i in loads if i > waits]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_whole_rows_compile(arch: str) -> None:
+    for key in topk_whole.keys_of(arch):
+        report = compile_report(key)
+        assert problems(key, report) == []
+        assert (report.stack, report.smem) == (0, 0)
+        assert report.in_ptx.has(r"\.reqntid 256\b")
+        assert not report.in_ptx.has(r"\bdiv\.|\brem\.|st\.local|ld\.local")
+        # two blocks of one multiprocessor's 64 warps each
+        assert report.registers * 32 * 64 <= 2 * 65536
+        assert report.in_ptx.count(r"st\.global\.v4") == 2 * key.chunks
 
 
 @pytest.mark.parametrize("arch", sorted(SMEM_BYTES))
@@ -73,10 +88,11 @@ def test_every_row_has_its_kernel(arch: str) -> None:
 
 
 def test_few_long_rows_are_shared() -> None:
-    shapes = (1, 49152), (14, 49153), (15, 49153), (15, 98305), (8, 1 << 18), (1, 1 << 20), (64, 1 << 20)
-    assert [key_for("sm_90a", *shape, 512).cluster for shape in shapes] == [8, 8, 4, 4, 8, 8, 8]
-    more = (1, 32768), (8, 32769), (9, 32769), (14, 49152), (14, 49153), (30, 32769), (31, 32769), (30, 1 << 19)
-    assert [key_for("sm_90a", *shape, 512).cluster for shape in more] == [1, 8, 4, 4, 8, 4, 1, 4]
+    shapes = (1, 65536), (14, 65537), (15, 65537), (15, 98305), (8, 1 << 18), (1, 1 << 20), (64, 1 << 20)
+    assert [key_for("sm_90a", *shape, 512).cluster for shape in shapes] == [4, 8, 4, 4, 8, 8, 8]
+    more = (1, 32768), (8, 32769), (14, 65536), (14, 65537), (30, 32769), (31, 32769), (30, 1 << 19)
+    assert [key_for("sm_90a", *shape, 512).cluster for shape in more] == [1, 4, 4, 8, 4, 1, 4]
+    assert [key_for("sm_90a", 3, width, 512).warps for width in (65536, 65537, 98304, 98305)] == [16, 24, 24, 16]
 
 
 @pytest.mark.parametrize(("rows", "columns", "k", "warps"), [

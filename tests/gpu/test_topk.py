@@ -311,6 +311,33 @@ def test_slots_of_the_public_ops() -> None:
         assert (out == POISON).all()
 
 
+@pytest.mark.parametrize("k", [1, 100, 512, 1023, 2048, 4096])
+@pytest.mark.parametrize("rows", [1, 15, 600, 5000])
+def test_rows_that_are_picked_whole(rows: int, k: int) -> None:
+    """No score is read, whatever its pointer's alignment and the result's; with a table, slots."""
+    ends = torch.arange(rows, dtype=INT, device="cuda") * 7 % (k + 9) - 4
+    starts = torch.arange(rows, dtype=INT, device="cuda") % 5 - 1
+    logits = torch.full((1, k), NAN, device="cuda").expand(rows, k)
+    column = torch.arange(k, dtype=INT, device="cuda")
+    for gap, use_pdl in ((0, True), (3, False)):
+        out = torch.full((rows + 2, k + gap), POISON, dtype=INT, device="cuda")
+        bounds = starts, ends
+        top_k_per_row_prefill(logits, *bounds, out[:rows], rows, logits.stride(0), 1, k, use_pdl=use_pdl)
+        size = ends.clamp(max=k) - starts.clamp(min=0)
+        assert torch.equal(out[:rows, :k], column.where(column < size[:, None], column.new_tensor(-1)))
+        assert (out[rows:] == POISON).all()
+        assert (out[:, k:] == POISON).all()
+        table = tables(rows, max(1, k // 70), 64, rows)
+        out.fill_(POISON)
+        slots = {"slot_block_table": table, "slot_rows_per_page": 64}
+        top_k_per_row_decode(logits, 1, ends[:, None], out[:rows], rows, logits.stride(0), 1, k, **slots)
+        picks = column.where(column < ends[:, None], column.new_tensor(-1))
+        want = slots_of(picks.cpu().numpy(), 1, table.cpu().numpy(), 64)
+        assert np.array_equal(out[:rows, :k].cpu().numpy(), want)
+        assert (out[rows:] == POISON).all()
+        assert (out[:, k:] == POISON).all()
+
+
 @pytest.mark.parametrize("columns", [4000, 30000, 100_000])
 def test_same_bits_alone_and_every_time(columns: int) -> None:
     rows, k = 150, 512

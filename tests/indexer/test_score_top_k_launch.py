@@ -22,7 +22,7 @@ from cute_kernels.indexer.mma_sync.logits import PortableLogitsKey
 from cute_kernels.runtime import trust
 from tests.indexer.test_logits_launch import NAMES as SCORE_NAMES
 from tests.indexer.test_logits_launch import codes
-from tests.indexer.test_topk_launch import NAMES as PICK_NAMES
+from tests.indexer.test_topk_launch import names_of
 
 SMS = 132
 INT = torch.int32
@@ -41,7 +41,7 @@ class Launches:
         topk_select.choose.cache_clear()
 
     def keep(self, kind: str, key: Any, args: Any) -> None:
-        names = SCORE_NAMES[type(key)] if kind == "scores" else PICK_NAMES
+        names = SCORE_NAMES[type(key)] if kind == "scores" else names_of(key)
         self.kept.append((kind, key, dict(zip(names, args, strict=True))))
 
     def run(self, op: str, args: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:

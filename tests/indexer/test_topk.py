@@ -161,7 +161,7 @@ def test_opcheck_and_compile() -> None:
     logits = torch.randn(6, 50, generator=g)
     starts, ends = torch.zeros(6, dtype=INT), torch.tensor([50, 3, 0, 49, 20, 21], dtype=INT)
     out = torch.zeros(6, 20, dtype=INT)
-    check_op("top_k_per_row_prefill", logits, starts, ends, out, 6, 20)
+    check_op("top_k_per_row_prefill", logits, starts, ends, out, 6, 20, True)
     table = torch.arange(30, dtype=INT).view(3, 10)
     for slots in ((None, 0), (table, 4)):
         check_op("top_k_per_row_decode", logits, ends.view(3, 2), out, 5, 20, *slots, True)

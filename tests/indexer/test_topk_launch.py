@@ -14,6 +14,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.indexer import topk_select
 from cute_kernels.indexer.call import AllVisibleCall, ScoreTopKPrefillCall, TopKDecodeCall, TopKPrefillCall
 from cute_kernels.indexer.topk_held import HeldTopKKey
+from cute_kernels.indexer.topk_whole import WholeRowsKey
 from cute_kernels.models import MODELS
 
 NAMES = (
@@ -21,7 +22,16 @@ NAMES = (
     "tokens", "limit", "shifts", "table", "table_stride", "table_columns", "page_rows", "rows", "k", "share", "groups",
     "early_lines", "use_pdl",
 )  # fmt: skip
+WHOLE_NAMES = (
+    "out", "columns", "starts", "starts_stride", "ends", "ends_request", "ends_token", "tokens", "limit", "shifts",
+    "table", "table_stride", "table_columns", "page_rows", "rows", "k", "use_pdl",
+)  # fmt: skip
 INT = torch.int32
+
+
+def names_of(key: Any) -> tuple[str, ...]:
+    """Arguments of a kernel's entry point."""
+    return WHOLE_NAMES if isinstance(key, WholeRowsKey) else NAMES
 
 
 class Launches:
@@ -34,7 +44,7 @@ class Launches:
         topk_select.choose.cache_clear()
 
     def keep(self, key: Any, device_index: Any, *args: Any) -> None:
-        self.kept.append((key, dict(zip(NAMES, args, strict=True))))
+        self.kept.append((key, dict(zip(names_of(key), args, strict=True))))
 
     def last(self) -> tuple[Any, dict[str, Any]]:
         return self.kept[-1]
@@ -49,8 +59,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 def prefill(logits: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor, ...]:
     starts, ends = torch.zeros(rows, 2, dtype=INT)[:, 0], torch.zeros(rows, dtype=INT)
     out = torch.zeros(rows, k, dtype=INT)
-    assert topk_select.why_not_prefill(TopKPrefillCall(logits, starts, ends, out, rows, k)) == ""
-    topk_select.launch_prefill(TopKPrefillCall(logits, starts, ends, out, rows, k))
+    assert topk_select.why_not_prefill(TopKPrefillCall(logits, starts, ends, out, rows, k, True)) == ""
+    topk_select.launch_prefill(TopKPrefillCall(logits, starts, ends, out, rows, k, True))
     return starts, ends, out
 
 
@@ -106,8 +116,8 @@ def test_all_visible_entries(gpu: Launches) -> None:
         assert (given["ends"], given["ends_request"], given["ends_token"]) == (lengths.data_ptr(), 16, 4)
         assert (given["tokens"], given["rows"], given["k"], given["columns"], given["limit"]) == (2, 6, 512, 512, 512)
         assert (given["table"] != 0) == (given_table is not None)
-        # no score has an address, and none is fetched
-        assert (given["scores"], given["early_lines"], given["starts"]) == (0, 0, 0)
+        assert isinstance(key, WholeRowsKey)
+        assert (given["starts"], given["shifts"], given["use_pdl"]) == (0, 0, True)
     topk_select.launch_all_visible(AllVisibleCall(lengths[:0], out[:0], None, 0))
     assert len(gpu.kept) == 2
 
@@ -134,7 +144,7 @@ def test_rows_that_are_not_aligned_need_room_for_what_is_before_them(gpu: Launch
 
 
 def test_rows_are_fetched_early_if_a_call_has_few_scores(gpu: Launches) -> None:
-    for rows, columns, lines in ((1, 8200, 256), (128, 8192, 256), (129, 8192, 0), (1, 31, 0)):
+    for rows, columns, lines in ((1, 8200, 256), (128, 8192, 256), (129, 8192, 0), (1, 543, 16)):
         prefill(torch.empty(rows, columns), rows, 512)
         assert gpu.last()[1]["early_lines"] == lines
 
@@ -186,7 +196,7 @@ def test_rows_are_numbered_in_32_bits(gpu: Launches) -> None:
         assert topk_select.why_not_all_visible(AllVisibleCall(lens, out, None, 0)) == why
         logits = torch.zeros(1, 8).expand(rows, 8)
         assert topk_select.why_not_decode(TopKDecodeCall(logits, lens, out, rows, 4, None, 0, True)) == why
-        assert topk_select.why_not_prefill(TopKPrefillCall(logits, lens[:, 0], lens[:, 0], out, rows, 4)) == why
+        assert topk_select.why_not_prefill(TopKPrefillCall(logits, lens[:, 0], lens[:, 0], out, rows, 4, True)) == why
 
 
 def test_columns_of_scores_are_those_that_are_asked_for() -> None:
@@ -226,14 +236,45 @@ def test_many_rows_of_two_tiles_are_held_for_many_picks_alone(gpu: Launches, row
             assert not is_held or (key.warps, key.vectors) == shape
 
 
+def test_rows_that_are_whole_have_no_scores_to_read(gpu: Launches) -> None:
+    """And as many chunks of a warp as there are picks for."""
+    for rows, columns, k, chunks in ((1, 512, 512, 1), (511, 100, 128, 1), (512, 1, 128, 4), (9999, 4096, 4096, 4)):
+        starts, ends, out = prefill(torch.empty(1, columns).expand(rows, columns), rows, k)
+        key, given = gpu.last()
+        assert key == WholeRowsKey("sm_90a", chunks)
+        assert key in topk_select.deployment_keys(MODELS["v4-flash"], 1, "sm_90a")
+        assert (given["starts"], given["ends"]) == (starts.data_ptr(), ends.data_ptr())
+        assert (given["rows"], given["k"], given["columns"], given["limit"]) == (rows, k, columns, columns)
+        assert given["out"] is out
+    prefill(torch.empty(3, 513), 3, 512)
+    assert isinstance(gpu.last()[0], HeldTopKKey)
+
+
+def test_launches_are_dependents_if_asked_for(gpu: Launches) -> None:
+    bounds, out = torch.zeros(2, dtype=INT), torch.zeros(2, 9, dtype=INT)
+    for use_pdl in (True, False):
+        for columns in (9, 10):
+            logits = torch.empty(2, columns)
+            topk_select.launch_prefill(TopKPrefillCall(logits, bounds, bounds, out, 2, 9, use_pdl))
+            assert gpu.last()[1]["use_pdl"] is use_pdl
+            topk_select.launch_decode(TopKDecodeCall(logits, bounds[:, None], out, 2, 9, None, 0, use_pdl))
+            assert gpu.last()[1]["use_pdl"] is use_pdl
+
+
 def test_calls_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     out, bounds = torch.zeros(1, 4097, dtype=INT), torch.zeros(1, dtype=INT)
     for arch, columns in (("sm_90a", 1 << 20), ("sm_80", 1 << 19), ("sm_120a", 1 << 18)):
         Launches(monkeypatch, arch)
-        assert topk_select.why_not_prefill(TopKPrefillCall(torch.empty(1, columns), bounds, bounds, out, 1, 4096)) == ""
+        assert (
+            topk_select.why_not_prefill(TopKPrefillCall(torch.empty(1, columns), bounds, bounds, out, 1, 4096, True))
+            == ""
+        )
         for k, width, why in (
             (4097, columns, "k must be at most 4096, got 4097"),
             (4096, columns + 1, f"rows must have at most {columns} columns on {arch}, got {columns + 1}"),
         ):
-            assert topk_select.why_not_prefill(TopKPrefillCall(torch.empty(1, width), bounds, bounds, out, 1, k)) == why
+            assert (
+                topk_select.why_not_prefill(TopKPrefillCall(torch.empty(1, width), bounds, bounds, out, 1, k, True))
+                == why
+            )
     topk_select.choose.cache_clear()

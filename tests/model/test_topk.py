@@ -14,6 +14,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cute_kernels.indexer.topk import TopKKey
 from cute_kernels.indexer.topk_held import AnyTopKKey, HeldTopKKey
 from cute_kernels.indexer.topk_select import groups_for, share_for
+from cute_kernels.indexer.topk_whole import WARPS, WholeRowsKey
 from tests.compile.reports import compile_report
 from tests.model import orders
 from tests.model.launch import divisor, pack, run_grid
@@ -212,3 +213,41 @@ def test_slots(key: TopKKey) -> None:
         want = expected(scores[3:], k)
         page = np.append(table, -1)[np.minimum(want // 48, len(table))]
         assert np.array_equal(got, np.where((page >= 0) & (want >= 0), page * 48 + want % 48, -1))
+
+
+@pytest.mark.parametrize("is_aligned", [True, False])
+@pytest.mark.parametrize("page_rows", [0, 48])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_rows_that_are_picked_whole(chunks: int, page_rows: int, is_aligned: bool) -> None:
+    """Lengths of all kinds, columns counted from a row's start or not; nothing beyond k picks of a row is written."""
+    key, rng = WholeRowsKey("sm_90a", chunks), np.random.default_rng(chunks)
+    program = parse(compile_report(key).ptx)
+    for k, columns, shifts in ((512, 512, 0), (601, 601, -1), (130, 99, 0), (3, 3, 0), (1, 1, -1)):
+        limit, rows = columns + 40 if shifts else columns, 2 * WARPS + 3
+        starts = rng.integers(-5, 40, rows).astype(np.int32)
+        ends = rng.integers(-3, limit + 9, rows).astype(np.int32)
+        ends[:3] = limit, 2**31 - 1, -(2**31)
+        starts[:3] = 0, 1, 7
+        stride = -(-k // 4) * 4 + (4 if is_aligned else 5)
+        memory = GlobalMemory(1 << 20)
+        table = rng.integers(-1, 1 << 20, (rows, max(1, columns * 3 // 4 // 48)), dtype=np.int32)
+        parts = -(-k // (128 * chunks))
+        values: list[Any] = [columns, memory.put(starts), 4, memory.put(ends), 4, 0, *divisor(1), limit, shifts]
+        values += [memory.put(table), table.shape[1] * 4, table.shape[1]] if page_rows else [0, 0, 0]
+        values += [*divisor(page_rows or 1), (2**31 - 1) // (page_rows or 1) + 1]
+        out = memory.reserve(rows * stride * 4)
+        values += [out, stride * 4, rows, k, *divisor(parts)]
+        run_grid(program, pack(program, values), memory, blocks=-(-rows // WARPS) * parts, size=0, seed=k)
+        found = memory.get(out, (rows, stride), np.int32)
+        place = out - memory.BASE
+        written = memory.written[place : place + rows * stride * 4].reshape(rows, stride, 4)
+        assert (written[:, :k] == 1).all()
+        assert not written[:, k:].any()
+        for r in range(rows):
+            first = int(starts[r]) if shifts else 0
+            size = min(int(ends[r]), limit, first + columns) - max(int(starts[r]), 0)
+            want = np.where(np.arange(k) < size, np.arange(k), -1).astype(np.int32)
+            if page_rows:
+                page = np.append(table[r], -1)[np.minimum(want // page_rows, table.shape[1])]
+                want = np.where((page >= 0) & (want >= 0), page * page_rows + want % page_rows, -1)
+            assert np.array_equal(found[r, :k], want), (k, r)

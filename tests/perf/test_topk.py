@@ -85,7 +85,7 @@ def test_variants_take_rows_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     lens, out = torch.ones(2, 1, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
     starts, ends = torch.zeros(2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     for op, bounds, rest in (
-        ("prefill", topk_select.prefill_bounds(starts, ends), (starts, ends, out, 2, 4)),
+        ("prefill", topk_select.prefill_bounds(starts, ends), (starts, ends, out, 2, 4, True)),
         ("decode", topk_select.decode_bounds(lens), (lens, out, 2, 4, None, 0, True)),
     ):
         found = topk._variants(op)
