@@ -387,6 +387,40 @@ def test_paged_groups_of_rows(heads: int, next_n: int) -> None:
     check_paged(data, keys, lens.cuda(), clean=True)
 
 
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+def test_nan_and_large_weights_beside_good_rows(next_n: int) -> None:
+    """NaN of a query's head, with even and odd numbers, also where a request's first keys are NaN; weights that are
+    large, infinite or NaN: in each row what it is made of, and nothing else."""
+    requests, keys = 5, 700
+    data = Data.make(requests * next_n, 64, requests * keys, seed=next_n)
+    lens = torch.full((requests, next_n), keys, dtype=INT, device="cuda")
+    last, heads = next_n - 1, data.q.view(torch.uint8).view(requests, next_n, 64, formats.INDEX_DIM)
+    heads[0, 0, 4, 7], heads[1, last, 5, 0], heads[2, 0, 63, 127], heads[2, 0, 0, 1] = 0x7F, 0xFF, 0x7F, 0xFF
+    data.k.view(torch.uint8)[: keys // 2] = 0x7F
+    data.k.view(torch.uint8)[2 * keys : 2 * keys + 64, 9] = 0xFF
+    weights = data.w.view(requests, next_n, 64)
+    heads[3] = 0
+    heads[3, ..., 0] = 1
+    # infinite times a product whose sign no rounding changes
+    heads[4, last, 10], heads[4, last, 10, 0] = 0, 0x38
+    weights[3] *= 2.0**103
+    weights[4, 0, 8] = torch.nan
+    weights[4, last, 10] = torch.inf
+    pool, table = paged(data, [keys] * requests, 64)
+    got = paged_mqa_logits(data.q.view(requests, next_n, 64, -1), pool, data.w, lens, table, None, keys)
+    for r in range(requests):
+        part = slice(r * keys, (r + 1) * keys)
+        k, scale = data.k[part].double(), data.scale[part].double()
+        for n in range(next_n):
+            q, w, row = data.q[r * next_n + n].double(), weights[r, n].double()[:, None], got[r * next_n + n].double()
+            dots = q @ k.T
+            want, bound = (dots.clamp(min=0) * w).sum(0) * scale, (q.abs() @ k.abs().T * w.abs()).sum(0) * scale
+            assert torch.equal(row.isnan(), want.isnan()), (r, n)
+            assert torch.equal(row.isinf(), want.isinf()), (r, n)
+            finite = want.isfinite()
+            assert ((row - want).abs()[finite] <= bound[finite] * 2.0**-10).all(), (r, n)
+
+
 @pytest.mark.parametrize("requests", [1, 31, 32, 33, 200, 1000])
 def test_many_requests(requests: int) -> None:
     keys = [(37 * r) % 190 for r in range(requests)]
