@@ -18,7 +18,7 @@ mma_sync/              logits.py: every architecture from sm_80 on
 query.py               queries rotated and quantized
 gather.py              keys gathered from pages
 topk.py                picks; topk_held.py: of rows that registers hold, and of those among longer ones;
-                       topk_slots.py: picks as slots of a cache;
+                       topk_whole.py: of rows that are picked whole; topk_slots.py: picks as slots of a cache;
                        topk_select.py: which kernel picks, and how its ops launch it
 block_maxima.py        kernel: the largest score of each block of keys, for candidate blocks; block_picks.py: of long
                        rows, in which only blocks that reach a bound are listed and picked from
