@@ -15,6 +15,7 @@ from cute_kernels.runtime.key import OpKernel
 from cute_kernels.sparse_mla import arguments, combine, schedule, select
 from cute_kernels.sparse_mla.arguments import MOST_NUMBERS, misaligned, no_logs
 from cute_kernels.sparse_mla.call import DecodeCall, MergeCall, MixedCall, PagedCall, PrefillCall
+from cute_kernels.sparse_mla.hopper.decode import DecodeKey
 from cute_kernels.sparse_mla.hopper.decode_swap_ab import DecodeSwapAbKey
 from cute_kernels.sparse_mla.params import COUNT_BITS, LEAST_SCALE, UNIT
 
@@ -100,10 +101,12 @@ def launch_decode(call: DecodeCall) -> None:
         if not call.is_quantized and call.out.element_size() == 4:
             key = select.of_decode(call, out_fp32=True)
     grid = grid_size(ctas, key.ctas_per_work_tile)
-    work_tiles = call.rows * schedule.head_groups(call.q.shape[2]) * splits
+    head_groups, cut = schedule.head_groups(call.q.shape[2]), (call.max_tiles, splits, split_tiles)
     is_halved = not is_combined and select.is_halved(call, key, ctas // key.ctas_per_work_tile, splits)
     clusters = grid // key.ctas_per_work_tile
-    is_dealt = not is_halved and schedule.is_dealt(work_tiles, clusters, call.max_tiles, splits, split_tiles)
+    is_dealt = not is_halved and schedule.is_dealt(call.rows * head_groups * splits, clusters, *cut)
+    if isinstance(key, DecodeKey) and not is_dealt:
+        grid = schedule.choose_clusters(call.rows, head_groups, *cut, clusters) * key.ctas_per_work_tile
     key = select.decode_variant(key, call.is_quantized and not is_combined, call.is_raw, is_dealt, is_halved)
     sink = 0 if is_combined or call.attn_sink is None else call.attn_sink.data_ptr()
     cache1, list1, *len1 = _extra_list(call)

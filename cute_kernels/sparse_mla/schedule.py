@@ -9,6 +9,7 @@ A work tile is one split of one row, for one head group.
 from __future__ import annotations
 
 from functools import lru_cache
+from math import gcd
 
 from cute_kernels.formats import HEAD_DIM
 
@@ -55,6 +56,44 @@ def is_dealt(work_tiles: int, clusters: int, max_tiles: int, splits: int, split_
     rounds = -(-work_tiles // clusters)
     tiles = min(split_tiles, max_tiles) if split_tiles else -(-max_tiles // splits)
     return work_tiles <= MOST_PLANNED and 1 < rounds <= MOST_DEALT and rounds * tiles >= LEAST_TILES
+
+
+# ---- clusters of Hopper's decode, which take the work tiles of rows in several splits in turns
+
+WORK_TILE_TILES = 1.5
+"""What a work tile takes besides its KV tiles, in those: 3500 cycles, where a KV tile takes 2250."""
+
+MOST_IDLE = 8
+"""Fewer clusters than that may be left without work, so that the others have splits of all lengths."""
+
+
+@lru_cache(maxsize=4096)
+def choose_clusters(rows: int, head_groups: int, max_tiles: int, splits: int, split_tiles: int, at_once: int) -> int:
+    """Clusters that a call's work tiles go to, at most `at_once`, by shapes alone: which of them does a split does not
+    change what is summed.
+
+    Splits of a row are next to each other, and cluster c takes work tiles c, c + clusters ... Where the clusters are a
+    multiple of the splits, as 66 are of 3, it always has the same split of a row, and one that has those of 4 tiles
+    works twice as long as one that has those of 2. With 65 all have splits of all lengths. The largest number whose
+    busiest cluster has the least to do.
+    """
+    work_tiles = rows * head_groups * splits
+    spans = (split_range(max_tiles, split, splits, split_tiles) for split in range(splits))
+    costs = [WORK_TILE_TILES + max(end - first, 1) for first, end in spans]
+    if work_tiles <= at_once or len(set(costs)) == 1:
+        return at_once
+    period = splits * head_groups
+
+    def busiest(clusters: int) -> float:
+        cycle = period // gcd(clusters, period)
+        work = []
+        for first in range(clusters):
+            taken = [costs[(first + clusters * turn) // head_groups % splits] for turn in range(cycle)]
+            cycles, rest = divmod(-(-(work_tiles - first) // clusters), cycle)
+            work.append(cycles * sum(taken) + sum(taken[:rest]))
+        return max(work)
+
+    return min(range(at_once, max(at_once - MOST_IDLE, 0), -1), key=busiest)
 
 
 # ---- long rows in halves, see hopper/decode_halves.py

@@ -301,6 +301,21 @@ def test_shapes_choose_the_kernel_that_deals_work(gpu: Launches, monkeypatch: py
     assert asked[0] == (4, SMS // 2, 2, 1, 0)
 
 
+@pytest.mark.parametrize(
+    ("heads", "rows", "tokens", "ctas"),
+    [(32, 128, 256, SMS - 2), (32, 128, 320, SMS), (32, 8, 256, SMS), (8, 128, 256, None)],
+)
+def test_splits_of_unequal_length_go_to_all_clusters_in_turns(
+    gpu: Launches, heads: int, rows: int, tokens: int, ctas: int | None
+) -> None:
+    """By the number of CTAs; that of kernels without clusters stays as it is."""
+    given = {"indices": torch.zeros(rows, 1, 640, dtype=torch.int32), "workspace": torch.zeros(2**25)}
+    gpu.run(**{**of_rows(rows, heads), **given}, split_tokens=tokens)
+    ((key, given),) = gpu.decodes
+    assert given["part_tiles"] == tokens // 64
+    assert given["ctas"] == (SMS * key.ctas_per_sm if ctas is None else ctas)
+
+
 def test_rows_choose_the_kernel_where_they_choose_the_split(gpu: Launches) -> None:
     few, room = SMS // 5, torch.zeros(2**24, dtype=torch.uint8)
     for rows, heads, columns, kind, ctas in (

@@ -137,3 +137,40 @@ def test_workspace_size():
 )
 def test_what_is_dealt(work_tiles, clusters, tiles, splits, split_tiles, is_dealt):
     assert schedule.is_dealt(work_tiles, clusters, tiles, splits, split_tiles) == is_dealt
+
+
+def taken(rows: int, head_groups: int, tiles: int, splits: int, split_tiles: int, clusters: int) -> list[list[int]]:
+    """KV tiles of the work tiles of each cluster."""
+    spans = [schedule.split_range(tiles, split, splits, split_tiles) for split in range(splits)]
+    lengths = [end - first for _ in range(rows) for first, end in spans for _ in range(head_groups)]
+    return [lengths[cluster::clusters] for cluster in range(clusters)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "head_groups", "tiles", "splits", "split_tiles", "clusters"),
+    [
+        (256, 1, 10, 3, 4, 65),  # of 66 every third one would have splits of 4 tiles alone
+        (64, 1, 10, 3, 4, 65),
+        (32, 1, 10, 3, 4, 66),  # whatever their number one has two of 4 tiles
+        (22, 1, 10, 3, 4, 66),  # one round
+        (256, 1, 10, 2, 5, 66),  # all splits are as long
+        (256, 1, 10, 3, 0, 65),  # 3, 3 and 4 tiles
+        (256, 1, 10, 1, 0, 66),
+        (128, 2, 18, 5, 4, 66),
+        (0, 1, 10, 3, 4, 66),
+    ],
+)
+def test_clusters_have_splits_of_all_lengths(rows, head_groups, tiles, splits, split_tiles, clusters):
+    shape = rows, head_groups, tiles, splits, split_tiles
+    assert schedule.choose_clusters(*shape, 66) == clusters
+
+    def busiest(count: int) -> float:
+        return max(sum(own) + schedule.WORK_TILE_TILES * len(own) for own in taken(*shape, count))
+
+    if rows * head_groups * splits > 66:
+        assert min(range(66, 66 - schedule.MOST_IDLE, -1), key=busiest) == clusters
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_fewer_clusters_than_may_be_idle(at_once):
+    assert 1 <= schedule.choose_clusters(7, 1, 10, 3, 4, at_once) <= at_once
