@@ -135,23 +135,28 @@ TILES: tuple[Tile, ...] = (
 )
 """Fitted to times on an H200 (the last two: perf/log/data/gemm_flow_1.txt)."""
 
+DIRECT = GemmKey(HOPPER, rows=128, stages=6, depth=2, unrolled=8)
+"""Its results do not go out through shared memory: they are out sooner behind the last work tile, but later behind the
+others, so it gains where K is long."""
+
 WIDE_TILES: tuple[Tile, ...] = (
     *TILES[:2],
     Tile(TILES[2].key, 0.260, 0.7),
     *TILES[3:],
+    Tile(DIRECT, 0.435, 0.85),
     Tile(GemmKey(HOPPER, rows=64, columns=96, warpgroups=1, stages=9, depth=2), 0.250, 0.8),
     Tile(GemmKey(HOPPER, rows=128, columns=96, stages=7, depth=2, unrolled=8, interleaved=True), 0.375, 1.0),
 )
-"""For more rows than MEDIUM_ROWS: columns that are no multiple of 128 times the multiprocessors may be one of 96."""
+"""For more rows than MEDIUM_ROWS: columns that are no multiple of 128 times the multiprocessors may be one of 96.
+DIRECT is fitted to the times of TILES (perf/log/data/gemm_direct_1.txt): soonest above K 7680."""
 
 GROUPED_TILES: tuple[Tile, ...] = (
     *TILES[:4],
-    Tile(GemmKey(HOPPER, rows=128, stages=6, depth=2, unrolled=8), 0.460, 0.23, 0.5),
+    Tile(DIRECT, 0.460, 0.23, 0.5),
     TILES[-2]._replace(call_us=1.0),
     TILES[-1],
 )
-"""For grouped weights, whose K is 4096. Results that do not go out through shared memory are out sooner behind the last
-work tile, but later behind the others."""
+"""For grouped weights, whose K is 4096."""
 
 SPLIT_TILES: tuple[Tile, ...] = (
     Tile(GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=2), 0.239, 2.0),
@@ -170,7 +175,7 @@ MEDIUM_TILES: tuple[Tile, ...] = (
     Tile(TILES[2].key, 0.214, 1.1, 2.5),
     Tile(TILES[3].key, 0.227, 1.1, 2.5),
     Tile(WIDE_TILES[-1].key, 0.289, 1.7, 1.9),
-    Tile(GROUPED_TILES[4].key, 0.340, 1.5, 3.0),
+    Tile(DIRECT, 0.340, 1.5, 3.0),
     Tile(TILES[5].key, 0.729, 0.1, 3.2),
 )
 """For more than BOX_ROWS and up to MEDIUM_ROWS rows, fitted to the mean of times back to back and apart on an H200

@@ -107,6 +107,13 @@ def test_ctas(rows: int, groups: int, outputs: int) -> None:
     assert ctas == min(select.MULTIPROCESSORS, tiles)
 
 
+@pytest.mark.parametrize(("outputs", "k", "staged"), [(32768, 1024, True), (4096, 8192, False), (7168, 16384, False)])
+def test_results_of_long_sums_are_stored_directly(outputs: int, k: int, staged: bool) -> None:
+    for rows in (1024, 1838, 4096):
+        key, _ = select.many_rows("bf16", rows, 1, outputs, k // 128, may_split=True)
+        assert (key.rows, key.columns, key.staged) == (128, 128, staged)
+
+
 def test_no_kernel_is_idle() -> None:
     gemms = {
         gemm
