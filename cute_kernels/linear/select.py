@@ -124,7 +124,7 @@ class Tile(NamedTuple):
 
 
 TILES: tuple[Tile, ...] = (
-    Tile(GemmKey(HOPPER, rows=64, columns=32, warpgroups=1, stages=16, depth=2), 0.200, 0.4),
+    Tile(GemmKey(HOPPER, rows=64, columns=32, warpgroups=1, stages=16, depth=2, unrolled=8), 0.200, 0.4),
     Tile(
         GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4, unrolled=8, interleaved=True), 0.238, 0.4
     ),
@@ -159,10 +159,10 @@ GROUPED_TILES: tuple[Tile, ...] = (
 """For grouped weights, whose K is 4096."""
 
 SPLIT_TILES: tuple[Tile, ...] = (
-    Tile(GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=2), 0.239, 2.0),
-    Tile(GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=4), 0.239, 2.7),
+    Tile(GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=2, unrolled=8), 0.239, 2.0),
+    Tile(GemmKey(HOPPER, rows=64, columns=64, warpgroups=1, stages=12, depth=4, splits=4, unrolled=8), 0.239, 2.7),
     Tile(GemmKey(HOPPER, rows=64, warpgroups=1, stages=7, depth=2, splits=2), 0.307, 2.8),
-    Tile(GemmKey(HOPPER, rows=128, stages=4, depth=2, splits=2), 0.470, 3.0),
+    Tile(GemmKey(HOPPER, rows=128, stages=4, depth=2, splits=2, unrolled=8, interleaved=True), 0.470, 3.0),
 )
 """The same of kernels that cut K, for weights with fewer work tiles than there are multiprocessors."""
 
@@ -185,7 +185,12 @@ MEDIUM_SPLIT_TILES: tuple[Tile, ...] = (
     Tile(SPLIT_TILES[0].key, 0.256, 1.3, 0.5),
     Tile(GemmKey(HOPPER, rows=64, columns=96, warpgroups=1, stages=8, depth=2, splits=2, unrolled=8), 0.300, 1.0, 1.0),
     Tile(SPLIT_TILES[2].key, 0.340, 1.5, 0.5),
-    Tile(GemmKey(HOPPER, rows=128, columns=64, stages=8, depth=2, splits=2), 0.237, 1.4, 2.2),
+    Tile(
+        GemmKey(HOPPER, rows=128, columns=64, stages=8, depth=2, splits=2, unrolled=8, interleaved=True),
+        0.237,
+        1.4,
+        2.2,
+    ),
     Tile(SPLIT_TILES[3].key, 0.391, 4.9, 0.6),
 )
 """The same of kernels that cut K. Not all of them can make codes, yet those of grouped weights have the bytes of the

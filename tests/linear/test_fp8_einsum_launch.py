@@ -61,7 +61,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
 @pytest.mark.parametrize(
     ("arch", "changes", "expected", "blocks"),
     [
-        ("sm_90a", {}, GemmKey("sm_90a", rows=64, columns=32, warpgroups=1, stages=8, depth=2), 10),
+        ("sm_90a", {}, GemmKey("sm_90a", rows=64, columns=32, warpgroups=1, stages=8, depth=2, unrolled=8), 10),
         ("sm_90a", WORDS, PortableGemmKey("sm_90a", 16, 64, True), 6),
         ("sm_80", {}, PortableGemmKey("sm_80", 16, 64, False), 6),
         ("sm_120a", WORDS, PortableGemmKey("sm_120a", 16, 64, True), 6),

@@ -232,6 +232,16 @@ CASES: dict[str, tuple[Key, Call, int]] = {
         Call(130, 1, 272, 13, seed=26),
         1,
     ),
+    "eight chunks of the mainloop's body in a split, halves": (
+        gemm("e4m3", "bf16", 64, 64, 2, unrolled=8, stages=5, depth=4, halves=True),
+        Call(33, 1, 80, 19, seed=27),
+        4,
+    ),
+    "the oldest of two amid the next one, splits": (
+        gemm("e4m3", "bf16", 128, 64, 2, unrolled=8, interleaved=True),
+        Call(130, 1, 80, 18, seed=28),
+        4,
+    ),
     "two blocks of columns": (gemm("e4m3", "bf16", 64, 96, 1), Call(70, 1, 400, 5, seed=20), 2),
     "two blocks of columns, splits": (gemm("e4m3", "fp32", 128, 96, 2), Call(40, 1, 272, 9, seed=21), 3),
     "bf16, four splits": (gemm("bf16", "fp32", 128, 128, 4), Call(100, 1, 144, 13, seed=4), 2),
