@@ -104,7 +104,7 @@ class PickSet:
         """From the scores that are there."""
         out, picks = self.scored.args[OUT], self.picks
         if self.op == PREFILL:
-            OPS["top_k_per_row_prefill"].overload(out, *self.args[5:7], picks, len(picks), self.k)
+            OPS["top_k_per_row_prefill"].overload(out, *self.args[5:7], picks, len(picks), self.k, True)
         else:
             OPS["top_k_per_row_decode"].overload(out, self.args[4], picks, len(picks), self.k, None, 0, True)
 
