@@ -253,19 +253,9 @@ class Consumer:
                             is_running = Int32(0)
                             self.finish(products, rows, tile, scale, query_stage)
                         else:
-                            is_new = after.group != group
-                            if is_new:
-                                self.wait_queries(after)
-                            next_query_stage, _ = shared_query_stage(after.turn)
-                            next_scale = self.load_scale(stage)
-                            for i in range_constexpr(2):
-                                wgmma.wait(1)
-                                self.epilogue.store_products(i, products[i], rows, tile, scale)
-                                wgmma.multiply(*mma, products[i], 0, k, q, stage, next_query_stage * 2 + i)
-                            release(bars, tile, query_stage, lane)
-                            if is_new:
-                                group = after.group
-                                self.epilogue.load_rows(rows, group, next_query_stage)
+                            group, next_query_stage, next_scale = self.step(
+                                products, rows, tile, scale, query_stage, after, group, stage
+                            )
                             self.finish(products, rows, after, next_scale, next_query_stage)
                             stage, phase = advance(stage, phase, config)
 
@@ -285,26 +275,15 @@ class Consumer:
         """Add up a tile that is being multiplied, and while that is done multiply the next one, which then counts as
         the tile, `left` times. Returns whether there may be more tiles, the last one's group, and where the next one
         comes: stage and phase, which are those of the one after `tile` at first."""
-        bars, epilogue, lane = self.bars, self.epilogue, self.epilogue.lane
         is_running = Int32(1)
-        after = wait_key_tile(bars.keys, self.smem.headers, stage, phase)
+        after = wait_key_tile(self.bars.keys, self.smem.headers, stage, phase)
         if after.group < 0:
             is_running = Int32(0)
             self.finish(products, rows, tile, scale, query_stage)
         else:
-            is_new = after.group != group
-            if is_new:
-                self.wait_queries(after)
-            next_query_stage, _ = shared_query_stage(after.turn)
-            next_scale = self.load_scale(stage)
-            for i in range_constexpr(2):
-                wgmma.wait(1)
-                epilogue.store_products(i, products[i], rows, tile, scale)
-                wgmma.multiply(*self.mma, products[i], 0, self.k, self.q, stage, next_query_stage * 2 + i)
-            release(bars, tile, query_stage, lane)
-            if is_new:
-                group = after.group
-                epilogue.load_rows(rows, group, next_query_stage)
+            group, next_query_stage, next_scale = self.step(
+                products, rows, tile, scale, query_stage, after, group, stage
+            )
             stage, phase = advance(stage, phase, self.config)
             if const_expr(left > 1):
                 is_running, group, stage, phase = self.score_chain(
@@ -313,6 +292,35 @@ class Consumer:
             else:
                 self.finish(products, rows, after, next_scale, next_query_stage)
         return is_running, group, stage, phase
+
+    @cute.jit
+    def step(
+        self,
+        products: Any,
+        rows: RowState,
+        tile: KeyTile,
+        scale: Any,
+        query_stage: Any,
+        after: KeyTile,
+        group: Any,
+        stage: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Add up a tile that is being multiplied, and meanwhile multiply the one after it, which lies in `stage`.
+        Returns the group of the latter, the stage of its queries, and its scale."""
+        is_new = after.group != group
+        if is_new:
+            self.wait_queries(after)
+        next_query_stage, _ = shared_query_stage(after.turn)
+        next_scale = self.load_scale(stage)
+        for i in range_constexpr(2):
+            wgmma.wait(1)
+            self.epilogue.store_products(i, products[i], rows, tile, scale)
+            wgmma.multiply(*self.mma, products[i], 0, self.k, self.q, stage, next_query_stage * 2 + i)
+        release(self.bars, tile, query_stage, self.epilogue.lane)
+        if is_new:
+            group = after.group
+            self.epilogue.load_rows(rows, group, next_query_stage)
+        return group, next_query_stage, next_scale
 
     @cute.jit
     def finish(self, products: Any, rows: RowState, tile: KeyTile, scale: Any, query_stage: Any) -> None:
