@@ -322,7 +322,7 @@ def many_rows(
     key, ctas = _soonest(tiles, rows, groups, outputs, chunks, multiprocessors, is_shared, is_halved)
     if is_shared:
         key = CO_RESIDENT.get(key, key)
-    return with_output(replace(key, halves=is_halved and key.rows == BOX_ROWS), output), ctas
+    return with_output(in_halves(key) if is_halved and key.rows == BOX_ROWS else key, output), ctas
 
 
 @lru_cache(maxsize=4096)
@@ -335,7 +335,7 @@ def many_bf16_rows(
     key, ctas = _soonest(tiles, rows, 1, outputs, chunks, multiprocessors, is_halved=is_halved)
     if rows > BOX_ROWS and key == BF16_TILES[1].key:
         key = replace(key, stages=next((stages for least, stages in FEWER_STAGES if ctas >= least), key.stages))
-    return with_output(replace(key, halves=is_halved and key.rows == BOX_ROWS), output), ctas
+    return with_output(in_halves(key) if is_halved and key.rows == BOX_ROWS else key, output), ctas
 
 
 @lru_cache(maxsize=4096)
@@ -346,7 +346,13 @@ def with_squares(rows: int, outputs: int, chunks: int, multiprocessors: int = MU
 
 def halved(keys: Iterable[GemmKey]) -> list[GemmKey]:
     """Those of them that rows of HALVED_ROWS take, as they take them."""
-    return [replace(key, halves=True) for key in keys if key.rows == BOX_ROWS]
+    return [in_halves(key) for key in keys if key.rows == BOX_ROWS]
+
+
+def in_halves(key: GemmKey) -> GemmKey:
+    """The same with work tiles in halves. Eight chunks in the mainloop have been timed for these where products are
+    interleaved alone."""
+    return replace(key, halves=True, unrolled=key.unrolled if key.interleaved else SCALED_CHUNKS)
 
 
 def many_rows_keys(output: str, may_split: bool = False) -> list[GemmKey]:
