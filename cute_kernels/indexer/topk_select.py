@@ -21,7 +21,8 @@ from cute_kernels.runtime.key import OpKernel
 
 # ---- choice
 
-MOST_PICKS, MOST_ROWS = 4096, 2**28
+MOST_PICKS, MOST_ROWS, MOST_ENTRIES = 4096, 2**28, 2**31 - 1024
+"""Of a row, rows of a call, and columns that all_visible_entries writes of a row."""
 
 SPREAD_ROWS, MANY_ROWS = 128, 264
 """Rows up to which each has a multiprocessor of its own, and from which on CTAs share one: what one waits for, others
@@ -341,9 +342,10 @@ def slots(block_table: torch.Tensor | None, rows_per_page: int) -> tuple[int, in
 
 def why_not_all_visible(call: AllVisibleCall) -> str:
     """Why no kernel can take a (checked) call; empty if one can."""
-    if call.out.shape[0] >= MOST_ROWS:
-        return f"there must be fewer than {MOST_ROWS} rows, got {call.out.shape[0]}"
-    return ""
+    rows, k = call.out.shape
+    if rows >= MOST_ROWS:
+        return f"there must be fewer than {MOST_ROWS} rows, got {rows}"
+    return f"there must be at most {MOST_ENTRIES} columns, got {k}" if k > MOST_ENTRIES else ""
 
 
 def launch_all_visible(call: AllVisibleCall) -> None:

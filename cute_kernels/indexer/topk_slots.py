@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots of the compressed cache in place of a row's picks: the last step of topk.py and topk_held.py, for decode."""
+"""Slots of the compressed cache in place of a row's picks: the last step of topk.py, topk_held.py and topk_whole.py,
+for decode."""
 
 from __future__ import annotations
 

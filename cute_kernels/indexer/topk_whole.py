@@ -31,8 +31,9 @@ CHUNK = 128
 """Picks that a warp writes at once."""
 
 CHUNKS = 1, 4
-"""Of a warp: of calls with few picks, and where that would be MANY_WARPS and more. On an H200 1 and 16 rows (k = 512)
-take 2.2 us with one and 2.4 with four, 256 and 4096 rows (k = 1024) 3.1 and 7.4, and 2.6 and 6.3 us."""
+"""Of a warp: of calls with few picks, and where that would be MANY_WARPS and more. By turns on
+an H200 1 and 16 rows (k = 512) take 2.2 us with one and 2.4 with four, 256 and 4096 rows (k = 1024) 3.1 and 7.4, and
+2.6 and 6.3 us."""
 
 MANY_WARPS = 512
 

@@ -350,8 +350,8 @@ def halved(keys: Iterable[GemmKey]) -> list[GemmKey]:
 
 
 def in_halves(key: GemmKey) -> GemmKey:
-    """The same with work tiles in halves. Eight chunks in the mainloop have been timed for these where products are
-    interleaved alone."""
+    """The same with work tiles in halves. With eight chunks in the mainloop these have been timed only where products
+    are interleaved."""
     return replace(key, halves=True, unrolled=key.unrolled if key.interleaved else SCALED_CHUNKS)
 
 

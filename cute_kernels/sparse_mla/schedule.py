@@ -80,7 +80,7 @@ def choose_clusters(rows: int, head_groups: int, max_tiles: int, splits: int, sp
     work_tiles = rows * head_groups * splits
     spans = (split_range(max_tiles, split, splits, split_tiles) for split in range(splits))
     costs = [WORK_TILE_TILES + max(end - first, 1) for first, end in spans]
-    if work_tiles <= at_once or len(set(costs)) == 1:
+    if work_tiles <= at_once or splits > MOST_SPLITS or len(set(costs)) == 1:
         return at_once
     period = splits * head_groups
 

@@ -216,6 +216,7 @@ def test_rows_of_half_a_box_and_more_come_as_halves(rows: int) -> None:
                 assert key in calls.fp8_keys(model, 8, "sm_90a")
             if is_halved:
                 assert replace(key, unrolled=whole.unrolled) == replace(whole, halves=True)
+                assert key.unrolled == (whole.unrolled if whole.interleaved else 4)
             assert key.halves == is_halved
             assert not select.many_rows("bf16", rows, groups, outputs, k // 128)[0].halves
 

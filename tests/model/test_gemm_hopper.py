@@ -232,8 +232,8 @@ CASES: dict[str, tuple[Key, Call, int]] = {
         Call(130, 1, 272, 13, seed=26),
         1,
     ),
-    "eight chunks of the mainloop's body in a split, halves": (
-        gemm("e4m3", "bf16", 64, 64, 2, unrolled=8, stages=5, depth=4, halves=True),
+    "eight chunks of the mainloop's body in a split": (
+        gemm("e4m3", "bf16", 64, 64, 2, unrolled=8, stages=5, depth=4),
         Call(33, 1, 80, 19, seed=27),
         4,
     ),
